@@ -173,7 +173,7 @@ def run(arguments: argparse.Namespace) -> Path:
                 "temperature": case.temperature,
                 "guide": case.guide,
                 "batches": len(batches),
-                **asdict(confidence(answerer.model, batches, setting, guiding)),
+                **confidence(answerer.model, batches, setting, guiding),
                 "left_out": failed,
                 "rows": [asdict(row) for row in found],
             }

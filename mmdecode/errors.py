@@ -6,14 +6,14 @@ built-in exception, such as ``ValueError``, so that ordinary ``except`` clauses 
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-import importlib
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 __all__ = [
     "IncompatibleError",
@@ -25,7 +25,6 @@ __all__ = [
     "UnknownNameError",
     "UnsupportedModelError",
     "did_you_mean",
-    "imported",
     "one_line",
     "refuse_unknown",
     "run_script",
@@ -103,22 +102,14 @@ class MissingExtraError(MMDecodeError, ImportError):
         super().__init__(f"{message}; install it with: pip install 'mmdecode[{extra}]'")
         self.extra = extra
 
-
-def imported(module: str, message: str, extra: str) -> Any:
-    """Imports an optional dependency.
-
-    Args:
-        module: Dotted name of the module.
-        message: Message if it is not installed, see `MissingExtraError`.
-        extra: Extra that installs it.
-
-    Raises:
-        MissingExtraError: The module is not installed.
-    """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise MissingExtraError(message, extra=extra) from error
+    @classmethod
+    @contextlib.contextmanager
+    def instead(cls, message: str, *, extra: str) -> Iterator[None]:
+        """Raises this error, of the same arguments, for an `ImportError` inside the context."""
+        try:
+            yield
+        except ImportError as error:
+            raise cls(message, extra=extra) from error
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.5) -> str:

@@ -36,10 +36,10 @@ SHORT = {"engine", "draft", "accept", "guide", "adapters", "asr", "vlm", "image_
 """Rooms without an exception."""
 LONGER = {
     "cli/transcribe.py": 521,
-    "evaluation/audit/audit.py": 576,
+    "evaluation/audit/audit.py": 583,
     "evaluation/speech/word_report.py": 546,
     "models/llamagen.py": 559,
-    "runs/files.py": 597,
+    "runs/files.py": 587,
     "testing/checks.py": 608,
     "train/drafters/recipes.py": 749,
     "train/zoo/llava_scenes.py": 591,

@@ -238,15 +238,6 @@ def _with_bar(
     file: AnswerFolder | None,
 ) -> Iterator[Answer]:
     """Yields answers unit by unit."""
-    from mmdecode.vlm import crashes
-
-    def noted(request: AnswerRequest) -> AnswerRequest:
-        if not file:
-            return request
-        images = tuple(crashes.watched(one, file.reading) for one in request.images)
-        problem = request.problem or file.batches.problem(request.id)
-        return file.noted(dataclasses.replace(request, images=images, problem=problem))
-
     watch = file.watch if file else Watch()
     with progress_bar(TextColumn("{task.fields[failed]}")) as bar:
         total = sum(len(unit.items) for unit in units)
@@ -254,7 +245,8 @@ def _with_bar(
         failed = 0
         for unit in units:
             how = options | {"batch_size": unit.batch_size}
-            for answer in answerer.answers(list(map(noted, unit.items)), watch=watch, **how):
+            asked = [file.noted(one) for one in unit.items] if file else unit.items
+            for answer in answerer.answers(asked, watch=watch, **how):
                 failed += answer.error is not None
                 bar.update(task, advance=1, failed=f"{failed} failed" if failed else "")
                 yield answer

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from mmdecode import registry
 from mmdecode.checkpoints import config_of, loading, local_path
-from mmdecode.cli.flags import Device, Dtype, Quantize, model_help
+from mmdecode.cli import flags
 from mmdecode.cli.output import JsonFlag, emit_json
 from mmdecode.cli.progress import progress_bar
 from mmdecode.errors import InputError, MMDecodeError, OptionError, UnsupportedModelError
@@ -32,66 +32,24 @@ ROWS = 30
 
 def command(
     model: Annotated[
-        str, typer.Option(help=model_help("The model", "openai/whisper-small"))
+        str, flags.model_option("The model", "openai/whisper-small")
     ] = "zoo:whisper-synth",
-    draft: Annotated[
-        str | None,
-        typer.Option(help="Drafter, as name or name:key=value,...; see 'mmdecode methods draft'."),
-    ] = None,
-    guide: Annotated[
-        str | None,
-        typer.Option(help="Guide, which changes the distribution; see 'mmdecode methods guide'."),
-    ] = None,
-    accept: Annotated[
-        str, typer.Option(help="The acceptance rule; see 'mmdecode methods accept'.")
-    ] = "auto",
-    data: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="For a Whisper an audio file or a folder of such files, else a text file with one "
-            "prompt per line. Repeat it for more. Default for a Whisper: the shipped recordings."
-        ),
-    ] = None,
-    tokens: Annotated[
-        Path | None,
-        typer.Option(
-            help="File with generated token ids to audit instead of a draft: JSON or JSON lines, "
-            "with lists in the order of the data, or objects with 'name' and 'tokens'."
-        ),
-    ] = None,
-    sample: Annotated[
-        bool, typer.Option("--sample", help="Audit sampling instead of greedy decoding.")
-    ] = False,
-    temperature: Annotated[
-        float,
-        typer.Option(
-            min=0.01,
-            help="Temperature for --sample; the checkpoint's top-k, top-p and similar settings are "
-            "not used.",
-        ),
-    ] = 1.0,
-    draws: Annotated[
-        int, typer.Option(min=1, help="Sequences per input, if --sample is judged by statistics.")
-    ] = 8,
-    max_new_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Most tokens per input; default for text models: 64. With --tokens: the limit of "
-            "the run that generated them, if it had one.",
-        ),
-    ] = None,
-    language: Annotated[
-        str | None, typer.Option(help="Language of the audio; default: the model's, or detected.")
-    ] = None,
-    timestamps: Annotated[
-        bool, typer.Option("--timestamps/--no-timestamps", help="Predict timestamps (Whisper).")
-    ] = True,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    quantize: Quantize = None,
-    seed: Annotated[int, typer.Option(help="Seed of the noise that sampling uses.")] = 0,
-    limit: Annotated[int | None, typer.Option(min=1, help="Audit only this many inputs.")] = None,
+    draft: str | None = None,
+    guide: str | None = None,
+    accept: str = "auto",
+    data: flags.Texts = None,
+    tokens: Path | None = None,
+    sample: bool = False,
+    temperature: Annotated[float, typer.Option(min=0.01)] = 1.0,
+    draws: flags.AtLeast1 = 8,
+    max_new_tokens: flags.Limit = None,
+    language: str | None = None,
+    timestamps: bool = True,
+    device: str = "auto",
+    dtype: str = "auto",
+    quantize: flags.Rounding = None,
+    seed: int = 0,
+    limit: flags.Limit = None,
     json: JsonFlag = False,
 ) -> None:
     """Check that a draft does not change the output of your model, on your device and dtype.
@@ -116,6 +74,23 @@ def command(
       mmdecode audit --model my-llama --draft lookup --data prompts.txt
 
       mmdecode audit --model my-llama --data prompts.txt --tokens from_my_server.jsonl
+
+    Options:
+        draft: Drafter, as name or name:key=value,...; see 'mmdecode methods draft'.
+        accept: The acceptance rule; see 'mmdecode methods accept'.
+        data: For a Whisper an audio file or a folder of such files, else a text file with one
+            prompt per line. Repeat it for more. Default for a Whisper: the shipped recordings.
+        tokens: File with generated token ids to audit instead of a draft: JSON or JSON lines, with
+            lists in the order of the data, or objects with 'name' and 'tokens'.
+        sample: Audit sampling instead of greedy decoding.
+        temperature: Temperature for --sample; the checkpoint's top-k, top-p and similar settings
+            are not used.
+        draws: Sequences per input, if --sample is judged by statistics.
+        max_new_tokens: Most tokens per input; default for text models: 64. With --tokens: the limit
+            of the run that generated them, if it had one.
+        timestamps (--timestamps/--no-timestamps): Predict timestamps (Whisper).
+        seed: Seed of the noise that sampling uses.
+        limit: Audit only this many inputs.
     """
     from transformers import GenerationMixin
 

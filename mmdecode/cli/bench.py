@@ -16,8 +16,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from mmdecode import registry
+from mmdecode.cli import flags
 from mmdecode.cli.bench_asr import RESULTS, asr, stage
-from mmdecode.cli.flags import Device, DeviceMap, Dtype, Overwrite, Quantize, model_help
 from mmdecode.cli.output import JsonFlag, emit_json
 from mmdecode.cli.progress import progress_bar
 from mmdecode.cli.shared import Group, warn_of_load
@@ -37,55 +37,26 @@ def group() -> None:
     """Measure the speed of drafters against decoding without a drafter."""
 
 
-app.command("asr")(asr)
-
-
-@app.command("vlm")
 def vlm(
     model: Annotated[
-        str, typer.Option(help=model_help("A vision-language model", "llava-hf/llava-1.5-7b-hf"))
+        str, flags.model_option("A vision-language model", "llava-hf/llava-1.5-7b-hf")
     ] = "zoo:llava-scenes",
-    draft: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Drafter, as name or name:key=value,...; see 'mmdecode methods draft'. "
-            "Repeatable. [default: lookup]"
-        ),
-    ] = None,
-    guide: Annotated[
-        str | None,
-        typer.Option(help="Guide, as name or name:key=value,...; see 'mmdecode methods guide'."),
-    ] = None,
-    data: Annotated[
-        str,
-        typer.Option(
-            help="A table of questions about images, as for 'mmdecode ask', or zoo:scenes."
-        ),
-    ] = SCENES,
-    batch_size: Annotated[
-        list[int] | None,
-        typer.Option(min=1, help="Questions decoded at once; repeatable. [default: 1]"),
-    ] = None,
-    temperature: Annotated[
-        list[float] | None,
-        typer.Option(min=0, help="Sampling temperature, 0: greedy; repeatable. [default: 0]"),
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="Maximum tokens of an answer.")] = 128,
-    limit: Annotated[int, typer.Option(min=1, help="Maximum number of questions.")] = 16,
-    repeats: Annotated[int, typer.Option(min=1, help="Number of timed runs.")] = 1,
-    peers: Annotated[
-        bool, typer.Option("--peers/--no-peers", help="Also time transformers' own generate.")
-    ] = True,
-    out_dir: Annotated[
-        Path | None,
-        typer.Option("--out", help="Folder for results.json, written after each setting."),
-    ] = None,
-    overwrite: Overwrite = False,
-    device: Device = "auto",
-    device_map: DeviceMap = None,
-    dtype: Dtype = "auto",
-    quantize: Quantize = None,
-    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
+    draft: flags.Texts = None,
+    guide: str | None = None,
+    data: str = SCENES,
+    batch_size: Annotated[list[int] | None, typer.Option(min=1)] = None,
+    temperature: Annotated[list[float] | None, typer.Option(min=0)] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=2)] = 128,
+    limit: flags.AtLeast1 = 16,
+    repeats: flags.AtLeast1 = 1,
+    peers: bool = True,
+    out_dir: Path | None = None,
+    overwrite: bool = False,
+    device: str = "auto",
+    device_map: str | None = None,
+    dtype: str = "auto",
+    quantize: flags.Rounding = None,
+    seed: int = 0,
     json: JsonFlag = False,
 ) -> None:
     """Time drafters on your own model, images and machine, against decoding without a drafter.
@@ -99,6 +70,20 @@ def vlm(
       mmdecode bench vlm --model llava-1.5-7b --draft lookup --draft recycling --batch-size 4
 
       mmdecode bench vlm --model my-llava --draft eagle:path=my-drafter --data questions.jsonl
+
+    Options:
+        draft: Drafter, as name or name:key=value,...; see 'mmdecode methods draft'. Repeatable.
+            [default: lookup]
+        guide: Guide, as name or name:key=value,...; see 'mmdecode methods guide'.
+        data: A table of questions about images, as for 'mmdecode ask', or zoo:scenes.
+        batch_size: Questions decoded at once; repeatable. [default: 1]
+        temperature: Sampling temperature, 0: greedy; repeatable. [default: 0]
+        max_new_tokens: Maximum tokens of an answer.
+        limit: Maximum number of questions.
+        repeats: Number of timed runs.
+        peers: Also time transformers' own generate.
+        out_dir (--out): Folder for results.json, written after each setting.
+        seed: Seed of sampling.
     """
     from mmdecode._compat import input_device
     from mmdecode.evaluation.speed import draft_speed
@@ -141,11 +126,10 @@ def vlm(
             confident = draft_speed.confidence(answerer.model, batches, setting, guiding)
             case: dict[str, Any] = {"model": model, "guide": guide, "batch": size}
             case |= {"batches": len(batches), "temperature": heat, "max_new_tokens": max_new_tokens}
-            case |= asdict(confident)
-            case |= {"left_out": failed, "rows": [asdict(row) for row in found]}
-            cases.append(case)
+            rows = [asdict(row) for row in found]
+            cases.append(case | confident | {"left_out": failed, "rows": rows})
             if not json:
-                title += f"; {confident.entropy_bits:.2f} bits a token"
+                title += f"; {confident['entropy_bits']:.2f} bits a token"
                 out.print(table_of(found, title, failed))
             facts["load_at_end"] = load()
             if out_dir is not None:
@@ -155,6 +139,10 @@ def vlm(
         emit_json(results)
     elif out_dir is not None:
         print_line(str(out_dir / RESULTS))
+
+
+app.command("asr")(flags.documented(asr))
+app.command("vlm")(flags.documented(vlm))
 
 
 def _refuse_others(model: str) -> None:

@@ -16,20 +16,11 @@ from rich.table import Table
 
 from mmdecode import registry
 from mmdecode.checkpoints import DTYPES, device_of, dtype_of
-from mmdecode.cli.flags import (
-    Device,
-    Language,
-    MaxNewTokens,
-    Overwrite,
-    Quantize,
-    Task,
-    Timestamps,
-    model_help,
-)
+from mmdecode.cli import flags
 from mmdecode.cli.output import JsonFlag, emit_json
 from mmdecode.cli.progress import progress_bar
 from mmdecode.cli.shared import warn_of_load
-from mmdecode.errors import InputError, MissingExtraError, OptionError, UnsupportedModelError
+from mmdecode.errors import InputError, OptionError, UnsupportedModelError
 from mmdecode.evaluation.speech.task import shipped_for
 from mmdecode.runs.console import console, only_our_output, out, print_line
 from mmdecode.runs.files import explained, marked_json, refuse_foreign, write_file
@@ -37,7 +28,6 @@ from mmdecode.runs.files import explained, marked_json, refuse_foreign, write_fi
 if TYPE_CHECKING:
     import torch
 
-    from mmdecode.asr.output.manifest import Entry
     from mmdecode.asr.recognizers.base import Recognizer
     from mmdecode.evaluation.speed.recogniser_speed import Measurement, RecogniserSpeed
 
@@ -57,48 +47,23 @@ CAPTION = (
 
 def asr(
     model: Annotated[
-        str, typer.Option(help=model_help("A speech recogniser", "openai/whisper-small"))
+        str, flags.model_option("A speech recogniser", "openai/whisper-small")
     ] = "zoo:whisper-synth",
-    data: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Audio files, folders, or a table of recordings as for 'mmdecode transcribe'; "
-            "with texts in the table, word error rates are shown. Repeatable. [default: "
-            "zoo:real-clips, and zoo:speech-test for a model of the zoo]"
-        ),
-    ] = None,
-    draft: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Drafter, as name or name:key=value,...; see 'mmdecode methods draft'. "
-            f"Repeatable. [default: of all that fit the model, the {KEPT} quickest on one batch]"
-        ),
-    ] = None,
-    dtypes: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--dtype",
-            help="fp32, fp16 or bf16; repeatable. fp32 without a drafter is always measured. "
-            "[default: without --quantize, fp32, bf16 where the processor is faster in it, int8 "
-            "on a CPU]",
-        ),
-    ] = None,
-    quantize: Quantize = None,
-    batch_size: Annotated[
-        int, typer.Option(min=1, help="Windows decoded at once, as in 'mmdecode transcribe'.")
-    ] = 8,
-    repeats: Annotated[int, typer.Option(min=1, help="Number of times that all is timed.")] = 3,
-    limit: Annotated[int, typer.Option(min=1, help="Maximum number of recordings.")] = 16,
-    peers: Annotated[
-        bool, typer.Option("--peers/--no-peers", help="Also time transformers' own generate.")
-    ] = True,
-    language: Language = None,
-    task: Task = None,
-    timestamps: Timestamps = True,
-    max_new_tokens: MaxNewTokens = None,
-    out_dir: Annotated[Path | None, typer.Option("--out", help="Folder for results.json.")] = None,
-    overwrite: Overwrite = False,
-    device: Device = "auto",
+    data: flags.Texts = None,
+    draft: flags.Texts = None,
+    dtypes: flags.Texts = None,
+    quantize: flags.Rounding = None,
+    batch_size: flags.AtLeast1 = 8,
+    repeats: flags.AtLeast1 = 3,
+    limit: flags.AtLeast1 = 16,
+    peers: bool = True,
+    language: str | None = None,
+    task: str | None = None,
+    timestamps: bool = True,
+    max_new_tokens: flags.Limit = None,
+    out_dir: Path | None = None,
+    overwrite: bool = False,
+    device: str = "auto",
     json: JsonFlag = False,
 ) -> None:
     """Find the fastest way to transcribe your recordings with your model on this machine.
@@ -113,11 +78,26 @@ def asr(
       mmdecode bench asr --model openai/whisper-small --data recordings/
 
       mmdecode bench asr --model small --data test.jsonl --draft medusa:path=heads --limit 32
+
+    Options:
+        data: Audio files, folders, or a table of recordings as for 'mmdecode transcribe'; with
+            texts in the table, word error rates are shown. Repeatable. [default: zoo:real-clips,
+            and zoo:speech-test for a model of the zoo]
+        draft: Drafter, as name or name:key=value,...; see 'mmdecode methods draft'. Repeatable.
+            [default: of all that fit the model, the 3 quickest on one batch]
+        dtypes (--dtype): fp32, fp16 or bf16; repeatable. fp32 without a drafter is always measured.
+            [default: without --quantize, fp32, bf16 where the processor is faster in it, int8 on a
+            CPU]
+        batch_size: Windows decoded at once, as in 'mmdecode transcribe'.
+        repeats: Number of times that all is timed.
+        limit: Maximum number of recordings.
+        peers: Also time transformers' own generate.
+        out_dir (--out): Folder for results.json.
     """
     from mmdecode.asr.output.inputs import gathered
     from mmdecode.asr.output.manifest import opened
     from mmdecode.evaluation.speed.recogniser_speed import Measurement, ways_of, windows_of
-    from mmdecode.evaluation.speed.recommendation import recommend
+    from mmdecode.evaluation.speed.recommendation import recommend, with_errors
     from mmdecode.evaluation.speed.stopwatch import load, machine
 
     if out_dir is not None:
@@ -143,8 +123,8 @@ def asr(
             sources = [opened(entry, language) for entry in entries]
             windows, failed = windows_of(recognizers["fp32"], sources, advance)
             if not windows:
-                why = next(iter(failed.values()), "they are silent")
-                raise InputError(f"none of the recordings can be transcribed: {why}")
+                problem = next(iter(failed.values()), "they are silent")
+                raise InputError(f"none of the recordings can be transcribed: {problem}")
             usable = [index for index in range(len(entries)) if index not in failed]
             measured = Measurement(recognizers, windows, batch_size, usable)
             names = draft
@@ -165,11 +145,11 @@ def asr(
             print_line("stopped before all ways had a turn; nothing was measured", console, "red")
             raise typer.Exit(130)
         complete = [entries[index] for index in measured.complete]
-        rows, unscored = scored(measured.rows(ways), complete, language)
+        rows, unscored = with_errors(measured.rows(ways), complete, language)
         facts["load_at_end"] = load()
         given = {"draft": draft, **asked, "device": device}
-        chosen_way = recommend(rows)
-        command = command_of(chosen_way.row, model, data, given)
+        chosen_way, why = recommend(rows)
+        command = command_of(chosen_way, model, data, given)
         results = {
             "machine": facts,
             "model": model,
@@ -182,7 +162,7 @@ def asr(
             "left_out": left_out,
             "failures": [{"id": entries[index].id, "error": e} for index, e in failed.items()],
             "rows": [asdict(row) for row in rows],
-            "recommendation": {"command": command, "why": chosen_way.words},
+            "recommendation": {"command": command, "why": why},
         }
     if out_dir is not None:
         with explained(out_dir):
@@ -195,7 +175,7 @@ def asr(
         out.print(table_of(rows, title, out.width))
         for text in notes_of(rows, left_out, unscored):
             print_line(text)
-        out.print(f"\n{chosen_way.words}\n", markup=False, highlight=False)
+        out.print(f"\n{why}\n", markup=False, highlight=False)
         print_line(command)
         if out_dir is not None:
             print_line(str(out_dir / RESULTS), console)
@@ -305,33 +285,6 @@ def _quickest(
 def stage(bar: Any, what: str, total: int) -> Callable[[], object]:
     """Adds a line to the progress bar; returns the function that advances it."""
     return partial(bar.advance, bar.add_task(what, total=total))
-
-
-def scored(
-    rows: list[RecogniserSpeed], entries: Sequence[Entry], language: str | None
-) -> tuple[list[RecogniserSpeed], str | None]:
-    """Adds word errors to measurements if all recordings have a text.
-
-    Args:
-        rows: The measurements.
-        entries: Recordings of their texts.
-        language: Language of all recordings, if given.
-
-    Returns:
-        The measurements; and the reason why there are no word errors, for a note; ``None``: none
-        is needed.
-    """
-    from mmdecode.evaluation.speed.recommendation import with_errors
-
-    texts = [entry.text for entry in entries if entry.text is not None]
-    if not entries or len(texts) < len(entries):
-        return rows, None
-    spoken = {language or entry.language for entry in entries}
-    normaliser = "whisper" if spoken <= {None, "en"} else "basic"
-    try:
-        return with_errors(rows, texts, normaliser), None
-    except MissingExtraError as error:
-        return rows, str(error)
 
 
 def command_of(

@@ -157,19 +157,16 @@ def picked(given: Mapping[str, Any], names: str, later: str = "") -> dict[str, A
     return found | {name: given[name] for name in later.split() if given[name] is not None}
 
 
-def model_help(what: str, example: str) -> str:
-    """Returns the help of an option that names a model.
+def model_option(what: str, example: str, **how: Any) -> Any:
+    """Returns an option that names a model.
 
     Args:
         what: Kind of model, for example ``A Whisper model``.
         example: Hub id of such a model.
+        **how: More about the option, as for ``typer.Option``.
     """
-    return f"{what}, such as {example}: a folder, a Hub id, its short name or zoo:NAME."
-
-
-def model_option(what: str, example: str, **how: Any) -> Any:
-    """Returns an option that names a model, see `model_help`."""
-    return typer.Option("--model", help=model_help(what, example), **how)
+    text = f"{what}, such as {example}: a folder, a Hub id, its short name or zoo:NAME."
+    return typer.Option("--model", help=text, **how)
 
 
 Texts = list[str] | None
@@ -188,23 +185,6 @@ Recogniser = Annotated[
 NoiseBy = Literal["request", "image"]
 Bytes = Annotated[int, typer.Option(min=0, metavar="BYTES")]
 Rounding = Literal["int8", "fp8"] | None
-
-
-def _common(name: str, **how: Any) -> Any:
-    """Returns an option of `VOCABULARY`."""
-    flags, text = VOCABULARY[name]
-    return typer.Option(*flags, help=text, **how)
-
-
-Overwrite = Annotated[bool, _common("overwrite")]
-Language = Annotated[str | None, _common("language")]
-Task = Annotated[str | None, _common("task")]
-Timestamps = Annotated[bool, _common("timestamps")]
-MaxNewTokens = Annotated[int | None, _common("max_new_tokens", min=1)]
-Device = Annotated[str, _common("device")]
-DeviceMap = Annotated[str | None, _common("device_map")]
-Dtype = Annotated[str, _common("dtype")]
-Quantize = Annotated[Rounding, _common("quantize")]
 
 
 def refuse_without(

@@ -23,7 +23,7 @@ from mmdecode.cli.output import JsonFlag, emit_json
 from mmdecode.cli.progress import Tally, progress_bar, resumable, tell_batch_size
 from mmdecode.errors import OptionError
 from mmdecode.runs.console import console, out, print_line, warnings_shown, without_other_bars
-from mmdecode.runs.distributed import Team
+from mmdecode.runs.distributed import Team, share_out
 from mmdecode.runs.files import claimed, explained, refuse_foreign, write_file
 from mmdecode.runs.items import Watch
 from mmdecode.runs.journal import RESULTS, Prepared, Unit
@@ -319,7 +319,7 @@ def _transcribe(
             tell_batch_size(units, folder.batch_size, team.leads)
             sized = iter(sizes([entry for unit in units for entry in unit.items]))
             work = [sum(itertools.islice(sized, len(unit.items))) for unit in units]
-            share = [units[index] for index in team.share(work)]
+            share = [units[index] for index in share_out(work, team.size)[team.rank]]
             started = time.perf_counter()
             own = _work(share, load, folder, language)
         tallies = team.gather(own)  # all have closed the folder

@@ -211,10 +211,8 @@ def codes_in(path: Path, model: str) -> Tensor | None:
         The codes; ``None`` if the file has none, if another model generated them, or if the pixels
         have been changed.
     """
-    try:
+    with MissingExtraError.instead("images need Pillow", extra="image"):
         from PIL import Image
-    except ImportError as error:
-        raise MissingExtraError("images need Pillow", extra="image") from error
     try:
         with Image.open(path) as image:
             texts = getattr(image, "text", {})

@@ -99,10 +99,8 @@ class GeneratedImage:
         Raises:
             MissingExtraError: Pillow is not installed.
         """
-        try:
+        with MissingExtraError.instead("images need Pillow", extra="image"):
             from PIL import Image
-        except ImportError as error:
-            raise MissingExtraError("images need Pillow", extra="image") from error
         values = (self.pixels() * 255).round().to(torch.uint8)
         return Image.fromarray(values.permute(1, 2, 0).contiguous().cpu().numpy())
 

@@ -104,10 +104,6 @@ def import_timm() -> Any:
     Raises:
         MissingExtraError: timm is not installed.
     """
-    try:
+    with MissingExtraError.instead("judging images by a classifier needs timm", extra="image"):
         import timm
-    except ImportError as error:
-        raise MissingExtraError(
-            "judging images by a classifier needs timm", extra="image"
-        ) from error
     return timm

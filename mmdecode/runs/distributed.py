@@ -34,12 +34,10 @@ class Team:
         launched = "LOCAL_RANK" in os.environ and "RANK" in os.environ
         if not launched or int(os.environ.get("WORLD_SIZE", 1)) < 2:
             return
-        try:
+        with MissingExtraError.instead(
+            "sharing a job among processes needs accelerate", extra="train"
+        ):
             from accelerate import PartialState
-        except ImportError as error:
-            raise MissingExtraError(
-                "sharing a job among processes needs accelerate", extra="train"
-            ) from error
         import torch
 
         on_cpu = device == "cpu" or not torch.cuda.is_available()
@@ -79,14 +77,6 @@ class Team:
         from accelerate.utils import gather_object
 
         return gather_object([value])
-
-    def share(self, sizes: Sequence[float]) -> list[int]:
-        """Returns the indices of the items that this process handles, ascending; see `share_out`.
-
-        Args:
-            sizes: Size of each item.
-        """
-        return share_out(sizes, self.size)[self.rank]
 
     def leave(self) -> None:
         """Leaves the process group."""

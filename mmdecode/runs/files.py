@@ -130,19 +130,18 @@ def page_with(page: Path, begin: str, end: str) -> str:
     return text
 
 
-def open_append(path: Path, overwrite: bool = False) -> BinaryIO:
+def open_append(path: Path) -> BinaryIO:
     """Opens a file for appending, unless it is a file that mmdecode did not write.
 
     Args:
         path: Path of the file; the file and its folder are created if they do not exist.
-        overwrite: Whether to replace a file that is not ours.
 
     Raises:
         OptionError: A file that is not ours exists there.
         OSError: The file cannot be opened; see `explained`.
     """
-    refuse_foreign([path], overwrite)
-    if (overwrite or _OVERWRITE.get()) and not is_own(path):
+    refuse_foreign([path])
+    if _OVERWRITE.get() and not is_own(path):
         path.unlink(missing_ok=True)
     with _made(path.parent):
         if _ANY not in _listed(path):
@@ -384,31 +383,22 @@ def _listed(path: Path) -> Collection[str]:
         with listing.open("rb") as file:
             about = os.fstat(file.fileno())
             mark = (about.st_dev, about.st_ino, file.readline())
-            known = _listings.get(mark)
-            if known is None or known.size > about.st_size:
-                known = _listings[mark] = _Listing()
-            size = known.size
+            size, known = _listings.get(mark, (0, {}))
+            if size > about.st_size:
+                size, known = 0, {}
             file.seek(size)  # reads only the lines that were added since
             for line in itertools.takewhile(lambda line: line.endswith(b"\n"), file):
                 content, _, name = line[:-1].partition(b" ")
-                known.contents.setdefault(name, set()).add(content.decode())
+                known.setdefault(name, set()).add(content.decode())
                 size += len(line)
-            known.size = size  # set, since another thread may have read the same lines
+            _listings[mark] = size, known
     except OSError:
         return ()
-    return known.contents.get(_name(path), ())
+    return known.get(_name(path), ())
 
 
-class _Listing:
-    """Entries read from a `LISTING` so far, and the number of bytes read."""
-
-    def __init__(self) -> None:
-        self.size = 0
-        self.contents: dict[bytes, set[str]] = {}
-
-
-_listings: dict[tuple[int, int, bytes], _Listing] = {}
-"""Listings read so far, by device, inode and first line."""
+_listings: dict[tuple[int, int, bytes], tuple[int, dict[bytes, set[str]]]] = {}
+"""Number of bytes and entries of listings read so far, by device, inode and first line."""
 
 
 def _name(path: Path) -> bytes:

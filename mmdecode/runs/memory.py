@@ -50,20 +50,19 @@ def free_memory(root: Path = Path("/")) -> int | None:
     return min(found, default=None)
 
 
-def refuse_beyond_memory(needed: int, what: str, hint: str, free: int | None = None) -> None:
+def refuse_beyond_memory(needed: int, what: str, hint: str) -> None:
     """Refuses an operation that needs more memory than is free.
 
     Args:
         needed: Estimate of the bytes that the operation needs.
         what: Name of the operation, for the message.
         hint: Advice to the user, for the message.
-        free: Free bytes; ``None``: as `free_memory` returns them.
 
     Raises:
         InputError: The operation needs more memory than is free. If the free memory is unknown,
             no error is raised.
     """
-    free = free_memory() if free is None else free
+    free = free_memory()
     if free is not None and needed > free:
         raise InputError(
             f"{what} needs about {_size(needed)} of memory, {_size(free)} are free; {hint}"

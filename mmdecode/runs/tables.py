@@ -109,9 +109,9 @@ def _object(line: str, where: str) -> dict[str, Any]:
     return _mapping(_parse(line, where), where)
 
 
-def write_rows(path: Path, rows: Iterable[Mapping[str, Any]], overwrite: bool = False) -> None:
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Writes rows as JSON lines; see `write_file` for which existing files are replaced."""
-    write_file(path, rows_text(rows), overwrite)
+    write_file(path, rows_text(rows))
 
 
 def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -169,11 +169,9 @@ WRITERS: dict[str, Callable[[Sequence[Mapping[str, Any]]], str | bytes]] = {
 
 def _pyarrow() -> Any:
     """The package, with its module ``parquet``."""
-    try:
+    with MissingExtraError.instead("Parquet needs pyarrow", extra="tables"):
         import pyarrow
         import pyarrow.parquet
-    except ImportError as error:
-        raise MissingExtraError("Parquet needs pyarrow", extra="tables") from error
     return pyarrow
 
 

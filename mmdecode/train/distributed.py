@@ -119,13 +119,11 @@ class Worker(Alone):
         on_cpu = self.device == "cpu"
         if on_cpu and self.precision == "fp16":
             raise OptionError("precision 'fp16' is not supported on a CPU; use bf16 or fp32")
-        try:
+        with MissingExtraError.instead(
+            f"training in {self.precision} needs accelerate", extra="train"
+        ):
             from accelerate import Accelerator
             from accelerate.state import AcceleratorState
-        except ImportError as error:
-            raise MissingExtraError(
-                f"training in {self.precision} needs accelerate", extra="train"
-            ) from error
         # Accelerator's state is global: it would keep the precision of the first one created
         AcceleratorState._reset_state(reset_partial_state=self.size == 1)
         try:

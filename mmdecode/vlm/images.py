@@ -110,10 +110,8 @@ def read_image(item: Any, name: str | None = None) -> Image:
             name.
         MissingExtraError: Pillow is not installed.
     """
-    try:
+    with MissingExtraError.instead("reading images needs Pillow", extra="vlm"):
         pil = importlib.import_module("PIL.Image")
-    except ImportError as error:
-        raise MissingExtraError("reading images needs Pillow", extra="vlm") from error
     if name is None:
         name = os.fsdecode(item) if isinstance(item, (str, os.PathLike)) else "image"
     try:

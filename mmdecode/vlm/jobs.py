@@ -10,10 +10,20 @@ import os
 from dataclasses import replace
 from typing import Any
 
+from mmdecode.runs import crashes
+from mmdecode.runs.crashes import InFlight
 from mmdecode.runs.journal import Journal
+from mmdecode.vlm.images import ImageSource
 from mmdecode.vlm.messages import as_messages
 from mmdecode.vlm.requests import AnswerRequest
 from mmdecode.vlm.results import Answer
+
+READ = """
+import sys
+from mmdecode.vlm.images import image_source
+image_source(sys.argv[1], "").read()
+"""
+"""Program that decodes the image file whose path is its argument."""
 
 
 class AnswerFolder(Journal[AnswerRequest]):
@@ -36,9 +46,13 @@ class AnswerFolder(Journal[AnswerRequest]):
         return [image.name for image in item.images]
 
     def noted(self, request: AnswerRequest) -> AnswerRequest:
-        """Returns a copy of a request that hashes each image file before first reading it."""
-        images = (self.noting(image, [image.name]) for image in request.images)
-        return replace(request, images=tuple(images))
+        """Returns a copy of a request that hashes each image file before first reading it.
+
+        Its reading is noted, see `watched`; a request that ended earlier runs has a ``problem``.
+        """
+        images = (self.noting(watched(one, self.reading), [one.name]) for one in request.images)
+        problem = request.problem or self.batches.problem(request.id)
+        return replace(request, images=tuple(images), problem=problem)
 
     def add(self, answer: Answer) -> None:
         """Appends an answer and flushes it.
@@ -55,6 +69,11 @@ class AnswerFolder(Journal[AnswerRequest]):
             line["sizes"] = [one and one["size"] for one in found]
             line["digests"] = [one and one["digest"] for one in found]
         self.append(self.given[answer.id], line)
+
+
+def watched(source: ImageSource, journal: InFlight) -> ImageSource:
+    """Returns a copy of an image's source that crashes no second run, see `crashes.watched`."""
+    return crashes.watched(source, journal, source.name, READ, "convert it with another program")
 
 
 def as_line(answer: Answer) -> dict[str, Any]:

@@ -73,10 +73,8 @@ def read_video(
         InputError: The file cannot be read, or has too many frames at this rate.
         MissingExtraError: PyAV is not installed.
     """
-    try:
+    with MissingExtraError.instead("reading videos needs PyAV", extra="media"):
         av = importlib.import_module("av")
-    except ImportError as error:
-        raise MissingExtraError("reading videos needs PyAV", extra="media") from error
     name = os.fsdecode(path)
     try:
         refuse_address(name)

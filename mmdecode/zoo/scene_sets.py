@@ -313,10 +313,8 @@ def write_images(folder: Path, images: Iterable[str] | None = None) -> None:
     Raises:
         MissingExtraError: Pillow is not installed.
     """
-    try:
+    with MissingExtraError.instead("writing images needs Pillow", extra="vlm"):
         from PIL import Image
-    except ImportError as error:
-        raise MissingExtraError("writing images needs Pillow", extra="vlm") from error
     if images is None:
         images = [row["image"] for part in FIRST_SEED for s in SETS for row in scene_rows(part, s)]
     for name in dict.fromkeys(images):

@@ -388,7 +388,7 @@ def test_alone_nothing_is_launched(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")  # left over from something else
     team = Team("cuda:3")
     assert (team.rank, team.size, team.device, team.leads) == (0, 1, "cuda:3", True)
-    assert team.gather(1) == [1] and team.share([1, 2]) == [0, 1]
+    assert team.gather(1) == [1] and share_out([1, 2], team.size) == [[0, 1]]
     team.leave()
 
 

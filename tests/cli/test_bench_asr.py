@@ -28,6 +28,7 @@ from mmdecode.evaluation.speed.recogniser_speed import (
     ways_of,
     windows_of,
 )
+from mmdecode.evaluation.speed.recommendation import with_errors
 from mmdecode.quantization import products
 from mmdecode.quantization.models import weight_bytes
 from mmdecode.quantization.modules import Int8Linear
@@ -299,7 +300,7 @@ def test_texts_are_scored_only_if_all_recordings_have_one():
 
     def scored(*texts):
         entries = [SimpleNamespace(text=text, language=None) for text in texts]
-        return bench_asr.scored(rows, entries, None)
+        return with_errors(rows, entries, None)
 
     found, unscored = scored("one", "two")
     assert [row.errors.value for row in found] == [0, 0.5] and unscored is None

@@ -144,8 +144,8 @@ def test_confidence_is_of_the_distribution_that_is_decoded():
             first, second = distribution.probs.topk(2).values.tolist()
             close.append(first - second < 0.05)
     assert 0 < np.mean(close) < 1
-    assert found.entropy_bits == pytest.approx(np.mean(bits), abs=1e-3)
-    assert found.close == pytest.approx(np.mean(close), abs=1e-3)
+    assert found["entropy_bits"] == pytest.approx(np.mean(bits), abs=1e-3)
+    assert found["close"] == pytest.approx(np.mean(close), abs=1e-3)
 
 
 def test_what_cannot_be_measured_is_refused():

@@ -17,9 +17,9 @@ from mmdecode.errors import InputError, OptionError
 from mmdecode.runs import crashes as journals
 from mmdecode.runs.crashes import InFlight
 from mmdecode.runs.files import note_settings, write_file
-from mmdecode.vlm import Answerer, crashes
+from mmdecode.vlm import Answerer
 from mmdecode.vlm.images import ImageSource
-from mmdecode.vlm.jobs import AnswerFolder
+from mmdecode.vlm.jobs import AnswerFolder, watched
 from mmdecode.vlm.requests import asked_of
 from mmdecode.vlm.results import Answer
 from tests.support.commands import invoke
@@ -358,7 +358,7 @@ def test_what_is_being_read_is_noted(tmp_path):
 
     journal = InFlight(path)
     with pytest.raises(InputError):
-        crashes.watched(ImageSource("one.png", read), journal).read()
+        watched(ImageSource("one.png", read), journal).read()
     assert noted == [b"one.png"] and path.read_bytes() == b""
     journal.close()
     assert not path.exists()
@@ -394,19 +394,16 @@ def test_an_image_at_which_a_run_died_is_read_apart_from_then_on(
 def test_a_crash_in_a_process_apart_is_an_error(tmp_path):
     journal = InFlight(tmp_path / "reading", ["one.png"])
     with pytest.raises(InputError, match=r"one.png: crashes the library .* \(exit code -6\)"):
-        crashes.watched(
-            ImageSource("one.png", lambda: None), journal, code="import os; os.abort()"
-        ).read()
+        one = ImageSource("one.png", lambda: None)
+        journals.watched(one, journal, "one.png", "import os; os.abort()", "convert it").read()
     journal.close()
 
 
 @pytest.mark.parametrize("code", ["raise MemoryError", "import sys; sys.exit(3)"])
 def test_a_failure_of_python_in_a_process_apart_condemns_no_file(tmp_path, code):
     journal = InFlight(tmp_path / "reading", ["one.png"])
-    assert (
-        crashes.watched(ImageSource("one.png", lambda: "image"), journal, code=code).read()
-        == "image"
-    )
+    one = ImageSource("one.png", lambda: "image")
+    assert journals.watched(one, journal, "one.png", code, "convert it").read() == "image"
     assert not journal.suspects
     journal.close()
 

@@ -29,7 +29,7 @@ from typing import Any, BinaryIO, TypeGuard
 
 import numpy as np
 
-from mmdecode.errors import InputError, imported
+from mmdecode.errors import InputError, MissingExtraError
 from mmdecode.runs.inputs import content_of, refuse_address
 
 LOWEST_RATE, HIGHEST_RATE = 8_000, 192_000
@@ -267,7 +267,8 @@ def import_or_explain(module: str, purpose: str, extra: str = "asr") -> Any:
     Raises:
         MissingExtraError: The module is not installed; the message names the extra to install.
     """
-    return imported(module, f"{purpose} needs {module}", extra)
+    with MissingExtraError.instead(f"{purpose} needs {module}", extra=extra):
+        return importlib.import_module(module)
 
 
 def _array(name: str, array: np.ndarray, rate: Any, block: int) -> Blocks:

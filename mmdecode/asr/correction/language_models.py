@@ -72,10 +72,8 @@ def imported_peft(what: str) -> Iterator[Any]:
     Raises:
         MissingExtraError: peft is not installed.
     """
-    try:
+    with MissingExtraError.instead(f"{what} needs peft", extra="train"):
         import peft
-    except ImportError as error:
-        raise MissingExtraError(f"{what} needs peft", extra="train") from error
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
         yield peft

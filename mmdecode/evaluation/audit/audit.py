@@ -47,6 +47,7 @@ from mmdecode.engine.stats import Stats
 from mmdecode.errors import InputError, OptionError
 from mmdecode.evaluation.audit.plain import Case, Enough, Plain, Play, Replay, Tap, away, furthest
 from mmdecode.evaluation.stats.draws import FEWEST, LEVEL, on_the_edge, p_of_draws, surprise
+from mmdecode.quantization.models import rounds_activations
 
 Verdict = Literal["passes", "fails", "inconclusive"]
 BLOCK = 5
@@ -369,7 +370,9 @@ class _Drafted(_Subject):
         self.rule = rule if isinstance(rule, str) else type(rule).__name__
         self.draft = type(decoder.draft).__name__
         guide = None if decoder.guide is None or decoder.guide.neutral else decoder.guide
-        self.guided = guide is not None or plain.differs  # our loop is the reference
+        # our loop is the reference; generate reads a rounded Whisper's encoder states in float
+        apart = rounds_activations(plain.model) and plain.model.config.is_encoder_decoder
+        self.guided = guide is not None or bool(apart)
         self.guide = "-" if guide is None else type(guide).__name__
         self.statistical = sample and not (rule == "coupled" or isinstance(rule, Coupled))
         self.draws = draws if self.statistical else 1
@@ -488,17 +491,12 @@ def _report(plain: Plain, subject: _Subject, rows: Sequence[_Row], noise: float)
         identical and torch.finfo(model.dtype).bits >= 32
     )
     sampled = [row.surprise for row in rows if row.surprise]
-    p_value = p_of_draws(sampled) if subject.statistical else None
-    verdict: Verdict = "passes"
-    if any(item.fault for item in judged) or (p_value is not None and p_value < LEVEL):
-        verdict = "fails"
-    elif p_value is not None:
-        tokens = sum(len(ranks) for ranks, _, _ in sampled)
-        verdict = "passes" if tokens >= FEWEST else "inconclusive"
-    elif any(item.cut for item in judged) or hidden:
-        verdict = "inconclusive"
+    p_value, few = None, False
+    if subject.statistical:
+        p_value = p_of_draws(sampled)
+        few = sum(len(ranks) for ranks, _, _ in sampled) < FEWEST
     report = AuditReport(
-        verdict=verdict,
+        verdict="passes",
         model=type(model).__name__,
         draft=subject.draft,
         guide=subject.guide,
@@ -512,11 +510,18 @@ def _report(plain: Plain, subject: _Subject, rows: Sequence[_Row], noise: float)
         p_value=p_value,
         judged=judged,
     )
-    return replace(report, words=_words(report))
+    verdict, reason = _verdict(report, few, hidden)
+    return replace(report, verdict=verdict, words=f"{verdict}: {reason}")
 
 
-def _words(report: AuditReport) -> str:
-    """The verdict in a sentence."""
+def _verdict(report: AuditReport, few: bool, hidden: bool) -> tuple[Verdict, str]:
+    """The verdict, and its reason in a sentence.
+
+    Args:
+        report: The numbers.
+        few: Whether there are too few tokens for a statistical test.
+        hidden: Whether rounding could hide a wrong token.
+    """
     judged = report.judged
     where = f"{report.tokens} tokens of {len(judged)} sequences, {report.dtype} on {report.device}"
     basis = (
@@ -535,28 +540,30 @@ def _words(report: AuditReport) -> str:
                 f"has token {first.token}, where the model chooses {first.plain} by a gap of "
                 f"{first.gap:.2g}"
             )
-        return (
-            f"fails: {len(faults)} of {len(judged)} sequences leave the distribution; "
+        return "fails", (
+            f"{len(faults)} of {len(judged)} sequences leave the distribution; "
             f"{first.case} at position {first.position} {what} {basis}"
         )
     if report.p_value is not None:
         chance = f"p = {report.p_value:.2g}, {where}"
-        if report.verdict == "fails":
-            return f"fails: the tokens were not drawn from the model's distribution ({chance})"
-        if report.verdict == "inconclusive":
-            return f"inconclusive: {FEWEST} tokens are needed to judge a distribution ({chance})"
-        return f"passes: no difference from the model's distribution was found, no proof ({chance})"
+        if report.p_value < LEVEL:
+            return "fails", f"the tokens were not drawn from the model's distribution ({chance})"
+        if few:
+            reason = f"{FEWEST} tokens are needed to judge a distribution ({chance})"
+            return "inconclusive", reason
+        reason = f"no difference from the model's distribution was found, no proof ({chance})"
+        return "passes", reason
     ended = [item for item in judged if item.cut]
     if ended:
-        return (
-            f"inconclusive: {len(ended)} of {len(judged)} sequences end where the model "
-            f"goes on, {ended[0].case} after {ended[0].tokens} tokens; if a limit cut them there, "
-            f"give it as max_new_tokens {basis}"
+        return "inconclusive", (
+            f"{len(ended)} of {len(judged)} sequences end where the model goes on, "
+            f"{ended[0].case} after {ended[0].tokens} tokens; if a limit cut them there, give it "
+            f"as max_new_tokens {basis}"
         )
-    if report.verdict == "inconclusive":
-        return (
-            "inconclusive: rounding is as large as the gaps between the best two tokens, so a "
-            f"wrong token could pass for it {basis}; audit in float32"
+    if hidden:
+        return "inconclusive", (
+            "rounding is as large as the gaps between the best two tokens, so a wrong token could "
+            f"pass for it {basis}; audit in float32"
         )
     worst_block = max(item.block_difference or 0.0 for item in judged)
     remark = ""
@@ -566,11 +573,11 @@ def _words(report: AuditReport) -> str:
             "rounding and points to a fault that has not shown in a token"
         )
     if report.identical:
-        return f"passes: token for token the same as {report.reference} {basis}{remark}"
+        return "passes", f"token for token the same as {report.reference} {basis}{remark}"
     flips = sum(item.flips for item in judged)
     found = "every token is the plain distribution's own choice"
     if flips:
         worst = max(item.worst_gap for item in judged)
         found = f"{flips} tokens are not the model's own choice, each within rounding, the "
         found += f"largest gap being {worst:.2g}"
-    return f"passes: {found} {basis}{remark}"
+    return "passes", f"{found} {basis}{remark}"

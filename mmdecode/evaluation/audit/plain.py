@@ -24,7 +24,6 @@ from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.engine.request import token_ids
 from mmdecode.engine.target_logits import TargetLogits
 from mmdecode.errors import InputError, OptionError
-from mmdecode.quantization.models import rounds_activations
 
 UNCUT: Mapping[str, Any] = {
     "top_k": 0,
@@ -99,14 +98,6 @@ class Plain:
         self.ends = token_ids(options.get("eos_token_id", config.eos_token_id))
         self._own: dict[str, Replay] = {}
         self._noise: dict[str, float] = {}
-
-    @property
-    def differs(self) -> bool:
-        """Whether plain ``generate`` computes otherwise than our own loop without a draft.
-
-        So it does for a Whisper with int8 weights, whose encoder states it reads in float.
-        """
-        return rounds_activations(self.model) and bool(self.model.config.is_encoder_decoder)
 
     def run(
         self,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmdecode.errors import imported
+from mmdecode.errors import MissingExtraError
 from mmdecode.runs.files import MAKER
 
 if TYPE_CHECKING:
@@ -246,7 +246,8 @@ def drawable() -> None:
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
-    imported("matplotlib.figure", "drawing figures needs matplotlib", "eval")
+    with MissingExtraError.instead("drawing figures needs matplotlib", extra="eval"):
+        import matplotlib.figure  # noqa: F401
 
 
 def _figure(

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmdecode.errors import imported
+from mmdecode.errors import MissingExtraError
 from mmdecode.evaluation.report import plots
 from mmdecode.evaluation.report.examples import Examples
 from mmdecode.evaluation.report.layout import Rows, markdown, markdown_page
@@ -145,7 +145,8 @@ class Report(abc.ABC):
         Raises:
             MissingExtraError: pandas is not installed.
         """
-        pandas = imported("pandas", "a frame of results needs pandas", "eval")
+        with MissingExtraError.instead("a frame of results needs pandas", extra="eval"):
+            import pandas
         return pandas.DataFrame(self.records())
 
     def _repr_html_(self) -> str:

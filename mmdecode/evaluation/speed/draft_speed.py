@@ -345,25 +345,17 @@ def _answers(model: Any, batch: Inputs, output: Tensor) -> list[list[int]]:
     return [up_to_end(row[prompt:], ends) for row in output.tolist()]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Confidence:
-    """Confidence of the target distribution along its own answers.
-
-    Attributes:
-        entropy_bits: Mean entropy, in bits per token.
-        close: Share of tokens at which the probabilities of the two most likely tokens differ by
-            less than 0.05. Even a good drafter predicts such a token only by chance.
-    """
-
-    entropy_bits: float
-    close: float
-
-
 @torch.no_grad()
 def confidence(
     model: Any, batches: Sequence[Inputs], setting: Setting, guide: Guide | None
-) -> Confidence:
-    """Measures the confidence of the target distribution along the undrafted loop's answers."""
+) -> dict[str, float]:
+    """Measures the confidence of the target distribution along the undrafted loop's answers.
+
+    Returns:
+        ``entropy_bits``, the mean entropy in bits per token, and ``close``, the share of tokens at
+        which the probabilities of the two most likely tokens differ by less than 0.05. Even a good
+        drafter predicts such a token only by chance.
+    """
     call = partial(generate, model, decoder=Decoder(guide=guide, seed=setting.seed))
     scored = {"output_scores": True, "return_dict_in_generate": True}
     keyed, distributions = _keyed(batches, setting), []
@@ -374,7 +366,7 @@ def confidence(
         distributions += [own[: len(ids)] for own, ids in zip(distribution, answers, strict=True)]
     whole = torch.cat(distributions)
     first, second = whole.topk(2).values.unbind(-1)
-    return Confidence(
-        entropy_bits=round(float(entr(whole).sum(-1).mean()) / math.log(2), 3),
-        close=round(float((first - second < 0.05).float().mean()), 3),
-    )
+    return {
+        "entropy_bits": round(float(entr(whole).sum(-1).mean()) / math.log(2), 3),
+        "close": round(float((first - second < 0.05).float().mean()), 3),
+    }

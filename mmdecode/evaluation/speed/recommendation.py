@@ -11,55 +11,56 @@ first, since its tokens are the same on any recording, and then a way that wrote
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
+from mmdecode.errors import MissingExtraError
 from mmdecode.evaluation.speed.draft_speed import AGAIN
 from mmdecode.evaluation.speed.recogniser_speed import FP32, GENERATE, Errors, RecogniserSpeed
 from mmdecode.evaluation.stats.intervals import paired_bootstrap
 
-
-@dataclass(frozen=True, kw_only=True)
-class Recommendation:
-    """A way of decoding, and the reason for it.
-
-    Attributes:
-        row: Its measurements.
-        words: Sentences that say how fast it is and what it changes.
-    """
-
-    row: RecogniserSpeed
-    words: str
+if TYPE_CHECKING:
+    from mmdecode.asr.output.manifest import Entry
 
 
 def with_errors(
-    rows: Sequence[RecogniserSpeed], references: Sequence[str], normaliser: str
-) -> list[RecogniserSpeed]:
-    """Returns the rows with their word errors.
+    rows: list[RecogniserSpeed], entries: Sequence[Entry], language: str | None
+) -> tuple[list[RecogniserSpeed], str | None]:
+    """Adds word errors to measurements if all recordings have a text.
 
     Args:
         rows: Measurements; the first is undrafted float32.
-        references: Reference text of each of the rows' ``texts``.
-        normaliser: Name of the text normaliser.
+        entries: Recordings of the rows' ``texts``.
+        language: Language of all recordings, if given.
 
-    Raises:
-        MissingExtraError: The packages that align words are not installed.
+    Returns:
+        The measurements; and the reason why there are no word errors, for a note; ``None``: none
+        is needed.
     """
     from mmdecode.evaluation.speech.wer import count_errors, default_scorer, summed
 
-    scorer = default_scorer(normaliser)
+    references = [entry.text for entry in entries if entry.text is not None]
+    if not entries or len(references) < len(entries):
+        return rows, None
+    spoken = {language or entry.language for entry in entries}
+    normaliser = "whisper" if spoken <= {None, "en"} else "basic"
     found, reference = [], None
-    for row in rows:
-        if row.problem is None:
-            counts = count_errors(references, row.texts, normaliser=normaliser, scorer=scorer)
-            wrong, words = counts[:, 2:5].sum(1), counts[:, 0]
-            reference = wrong if reference is None else reference
-            rate = summed(counts, normaliser, scorer)
-            more = paired_bootstrap(wrong, reference, words)
-            own = {"value": rate.value, "low": rate.low, "high": rate.high}
-            errors = Errors(**own, more=more.difference, more_low=more.low, more_high=more.high)
-            row = replace(row, errors=errors)
-        found.append(row)
-    return found
+    try:
+        scorer = default_scorer(normaliser)
+        for row in rows:
+            if row.problem is None:
+                counts = count_errors(references, row.texts, normaliser=normaliser, scorer=scorer)
+                wrong, words = counts[:, 2:5].sum(1), counts[:, 0]
+                reference = wrong if reference is None else reference
+                rate = summed(counts, normaliser, scorer)
+                more = paired_bootstrap(wrong, reference, words)
+                own = {"value": rate.value, "low": rate.low, "high": rate.high}
+                errors = Errors(**own, more=more.difference, more_low=more.low, more_high=more.high)
+                row = replace(row, errors=errors)
+            found.append(row)
+    except MissingExtraError as error:
+        return rows, str(error)
+    return found, None
 
 
 def noise_of(rows: Sequence[RecogniserSpeed]) -> float:
@@ -74,11 +75,14 @@ def is_broken(row: RecogniserSpeed) -> bool:
     return row.problem is None and row.exact and row.same_as_undrafted < 1
 
 
-def recommend(rows: Sequence[RecogniserSpeed]) -> Recommendation:
+def recommend(rows: Sequence[RecogniserSpeed]) -> tuple[RecogniserSpeed, str]:
     """Chooses a way of decoding.
 
     Args:
         rows: Measurements; the first is undrafted float32.
+
+    Returns:
+        Its measurements; and sentences that say how fast it is and what it changes.
     """
     plain, noise = rows[0], noise_of(rows)
     faster = [
@@ -103,7 +107,7 @@ def recommend(rows: Sequence[RecogniserSpeed]) -> Recommendation:
             near, key=lambda row: (row.precision == FP32, row.same_as_fp32 == 1, row.speedup[0])
         )
         words = _words(chosen)
-    return Recommendation(row=chosen, words=words + _refused(faster, chosen, noise))
+    return chosen, words + _refused(faster, chosen, noise)
 
 
 def keeps_text(row: RecogniserSpeed) -> bool:

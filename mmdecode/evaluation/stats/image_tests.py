@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmdecode.errors import OptionError, ShapeError, imported
+from mmdecode.errors import MissingExtraError, OptionError, ShapeError
 from mmdecode.evaluation.stats.intervals import LEVEL, Estimate
 
 MARGIN = 0.01
@@ -165,7 +165,9 @@ def scipy_parts() -> Any:
     Raises:
         MissingExtraError: scipy is not installed.
     """
-    return imported("scipy", "tests of samples need scipy", "eval")
+    with MissingExtraError.instead("tests of samples need scipy", extra="eval"):
+        import scipy
+    return scipy
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -421,20 +421,17 @@ def _record(
 ) -> list[Any]:
     """Decodes all modes; notes which image is being read, in case reading it ends the process."""
     from mmdecode.runs.crashes import InFlight, suspects_in
-    from mmdecode.vlm.crashes import watched
-
-    def noted(name: str, source: ImageSource) -> ImageSource:
-        def read() -> Any:
-            if journal and (path := questions.file(name)):
-                journal.note_read(path)
-            return source.read()
-
-        return dataclasses.replace(source, read=read)
+    from mmdecode.vlm.jobs import watched
 
     if journal and output:
         reading = InFlight(output / READING, suspects_in([output / READING]))
         closing.enter_context(contextlib.closing(reading))
-        recorder.image = lambda name: noted(name, watched(questions.image(name), reading))
+
+        def image(name: str) -> ImageSource:
+            path = questions.file(name)
+            return journal.noting(watched(questions.image(name), reading), [path] if path else [])
+
+        recorder.image = image
     return recorder.run(journal, progress)
 
 
@@ -456,10 +453,8 @@ def _scene(name: str) -> Any:
         InputError: There is no scene of that name.
         MissingExtraError: Pillow is not installed.
     """
-    try:
+    with MissingExtraError.instead("drawing scenes needs Pillow", extra="vlm"):
         from PIL import Image
-    except ImportError as error:
-        raise MissingExtraError("drawing scenes needs Pillow", extra="vlm") from error
 
     from mmdecode.zoo.scene_sets import scene_of
     from mmdecode.zoo.scenes import render
