@@ -123,8 +123,8 @@ def asr(
             sources = [opened(entry, language) for entry in entries]
             windows, failed = windows_of(recognizers["fp32"], sources, advance)
             if not windows:
-                problem = next(iter(failed.values()), "they are silent")
-                raise InputError(f"none of the recordings can be transcribed: {problem}")
+                why = next(iter(failed.values()), "they are silent")
+                raise InputError(f"none of the recordings can be transcribed: {why}")
             usable = [index for index in range(len(entries)) if index not in failed]
             measured = Measurement(recognizers, windows, batch_size, usable)
             names = draft

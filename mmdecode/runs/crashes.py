@@ -35,8 +35,9 @@ class InFlight:
     """
 
     def __init__(self, path: Path, suspects: Iterable[str] | Mapping[str, int] = ()) -> None:
-        counted = isinstance(suspects, Mapping)
-        self.suspects = dict(suspects) if counted else dict.fromkeys(suspects, 0)
+        self.suspects = dict.fromkeys(suspects, 0)
+        if isinstance(suspects, Mapping):
+            self.suspects |= suspects
         self._path = path
         self._file = path.open("wb", buffering=0)
         self._note()
