@@ -220,7 +220,7 @@ def score_punctuation(references: Sequence[str], hypotheses: Sequence[str]) -> d
         )
     found: Counter[tuple[str, bool, bool]] = Counter()  # mark, in reference, in hypothesis
     cased: list[tuple[str, str]] = []  # a word of both sides, as each writes it
-    places = unplaced = unplaced_heard = 0
+    positions = unplaced = unplaced_hypothesis = 0
     for reference, hypothesis in zip(references, hypotheses, strict=True):
         left, right = list(marked_words(reference)), list(marked_words(hypothesis))
         steps = align_units([w.casefold() for w, _ in left], [w.casefold() for w, _ in right])
@@ -230,9 +230,9 @@ def score_punctuation(references: Sequence[str], hypotheses: Sequence[str]) -> d
             other, other_marks = next(theirs) if step.hypothesis else ("", "")
             if not word or not other:
                 unplaced += len(marks)
-                unplaced_heard += len(other_marks)
+                unplaced_hypothesis += len(other_marks)
                 continue
-            places += 1
+            positions += 1
             found.update((m, m in marks, m in other_marks) for m in {*marks, *other_marks})
             if step.kind == "equal":
                 cased.append((word, other))
@@ -251,9 +251,9 @@ def score_punctuation(references: Sequence[str], hypotheses: Sequence[str]) -> d
         ),
         "same_words": len(cased),
         "same_case": same_case,
-        "places": places,
+        "places": positions,
         "unplaced": unplaced,
-        "unplaced_heard": unplaced_heard,
+        "unplaced_heard": unplaced_hypothesis,
         "f1": overall["f1"],
         "case": same_case / len(cased) if cased else None,
         "overall": overall,
