@@ -20,8 +20,8 @@ from pathlib import Path
 
 from mmdecode.asr import Correction, Corrector, EditGuard
 from mmdecode.asr.correction.n_best_lists import read_lists
-from mmdecode.cli.progress import progress_bar
 from mmdecode.errors import run_script
+from mmdecode.runs.console import progress_bar
 from mmdecode.runs.files import claimed, complete_lines
 from mmdecode.runs.rows import RowJournal
 

@@ -4,7 +4,7 @@
     python asr/transcribe_batch.py tests/data/speech texts --draft lookup --resume
 
 Writes a text file and subtitles for each recording, and a line of ``results.jsonl`` with all about
-it; prints the texts, the decoder's tokens per pass and the time. Some seconds on two CPU cores. The
+it; prints the texts, the number of tokens and the time. Some seconds on two CPU cores. The
 draft changes no text (``mmdecode bench asr`` measures what it saves). The clips are real speech,
 which ``zoo:whisper-synth`` was not trained on, so the words are not to be expected;
 ``--model moonshine:tiny-en`` knows them, where it is installed. Recordings that cannot be read are
@@ -14,16 +14,17 @@ printed as failed, and the exit code is then 1.
 """
 
 import argparse
-import contextlib
 import dataclasses
-import time
+from functools import partial
 from pathlib import Path
 
-from mmdecode.asr import FALLBACK, Failure, TranscribeOptions, Transcriber
+from mmdecode.asr import FALLBACK, TranscribeOptions, Transcriber
 from mmdecode.asr.output.inputs import gathered
 from mmdecode.asr.output.jobs import ResultFolder
 from mmdecode.errors import run_script
-from mmdecode.runs.files import claimed
+from mmdecode.runs.journal import RESULTS
+from mmdecode.runs.tables import read_rows
+from mmdecode.runs.work import run
 
 FORMATS = ("txt", "srt")
 
@@ -50,30 +51,16 @@ def main():
     settings = dataclasses.asdict(TranscribeOptions(**options)) | load
     del settings["batch_size"]  # it changes no text
     how = {name: getattr(args, name) for name in ("batch_size", "resume", "overwrite")}
-    started, audio_s, failed = time.perf_counter(), 0.0, 0
-    with gathered([args.folder]) as entries, claimed(args.out):
-        folder = ResultFolder(args.out, settings, entries, FORMATS, **how)
-        with contextlib.closing(folder.open(folder.prepare())):
-            transcriber = Transcriber.from_pretrained(**load, device=args.device, **options)
-            for unit in folder.units():
-                sources = [folder.source(entry, args.language) for entry in unit.items]
-                for result in transcriber.stream(
-                    sources, watch=folder.watch, batch_size=unit.batch_size
-                ):
-                    result = folder.add(result)
-                    if isinstance(result, Failure):
-                        failed += 1
-                        print(f"failed: {result.error}")
-                    else:
-                        audio_s += result.duration_s
-                        print(
-                            f"{Path(result.source).name} ({result.duration_s:.1f} s): {result.text}"
-                        )
-        folder.finish()
-    seconds = time.perf_counter() - started
-    print(f"{audio_s:.1f} s of audio in {seconds:.1f} s, loading included")
-    print(f"{transcriber.stats.acceptance_length:.2f} tokens per row and pass")
-    raise SystemExit(1 if failed else 0)
+    load = partial(Transcriber.from_pretrained, **load, device=args.device, **options)
+    with gathered([args.folder]) as entries:
+        tally = run(ResultFolder(args.out, settings, entries, FORMATS, **how), load)
+    for _, line in read_rows(args.out / RESULTS):
+        if "error" in line:
+            print(f"failed: {line['error']}")
+        else:
+            print(f"{Path(line['source']).name} ({line['duration_s']:.1f} s): {line['text']}")
+    print(tally.counted("transcribed") + tally.speed())
+    raise SystemExit(1 if tally.failures else 0)
 
 
 if __name__ == "__main__":

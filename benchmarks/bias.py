@@ -27,13 +27,12 @@ from mmdecode.asr import Transcriber
 from mmdecode.asr.correction.n_best_lists import read_lists
 from mmdecode.asr.transcriber import load as load_recogniser
 from mmdecode.asr.transcriber import make_options
-from mmdecode.cli.progress import progress_bar
 from mmdecode.errors import run_script
 from mmdecode.evaluation.nbest.n_best import SHIPPED
 from mmdecode.evaluation.speech.wer import wer
 from mmdecode.evaluation.speed.stopwatch import machine
 from mmdecode.guide.bias import Bias
-from mmdecode.runs.console import only_our_output
+from mmdecode.runs.console import only_our_output, progress_bar
 from mmdecode.zoo import synthesis
 
 HERE = Path(__file__).parent

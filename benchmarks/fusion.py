@@ -52,7 +52,6 @@ from mmdecode.asr.correction.transcripts import (
     LanguageModelCorrection,
 )
 from mmdecode.checkpoints import local_path
-from mmdecode.cli.progress import progress_bar
 from mmdecode.errors import run_script
 from mmdecode.evaluation.nbest.n_best import Aligner, count_lists
 from mmdecode.evaluation.speech.wer import count_steps, summed
@@ -60,7 +59,7 @@ from mmdecode.evaluation.speed.stopwatch import machine
 from mmdecode.evaluation.stats.intervals import mapsswe, paired_bootstrap
 from mmdecode.guide.fusion import Fusion, Given, Shallow, Static
 from mmdecode.guide.uadf import UADF
-from mmdecode.runs.console import only_our_output
+from mmdecode.runs.console import only_our_output, progress_bar
 from mmdecode.runs.files import (
     append_line,
     check_settings,

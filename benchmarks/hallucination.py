@@ -24,13 +24,12 @@ from hallucination_tables import read, tables
 from pages import parsed, write_page, write_result
 from plot_hallucination import draw
 
-from mmdecode.cli.progress import progress_bar
 from mmdecode.errors import run_script
 from mmdecode.evaluation import YesNoReport
 from mmdecode.evaluation.vision.benchmarks import read_questions
 from mmdecode.evaluation.vision.modes import INERT, modes_of
 from mmdecode.evaluation.vision.runs import Recorder
-from mmdecode.runs.console import only_our_output
+from mmdecode.runs.console import only_our_output, progress_bar
 from mmdecode.runs.files import run_of
 from mmdecode.vlm.loading import load
 

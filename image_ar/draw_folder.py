@@ -10,13 +10,16 @@ on with ``--resume``, and ends with the same images.
 """
 
 import argparse
-import contextlib
+from functools import partial
 from pathlib import Path
 
 from mmdecode.errors import run_script
 from mmdecode.image_ar import ImageGenerator
 from mmdecode.image_ar.jobs import ImageFolder
 from mmdecode.image_ar.modes import MODES
+from mmdecode.runs.journal import RESULTS
+from mmdecode.runs.tables import read_rows
+from mmdecode.runs.work import run
 
 
 def parse_args():
@@ -45,28 +48,23 @@ def main():
     ]
     load = {"model_id": args.model, "mode": args.mode, "seed": args.seed}
     how = {name: getattr(args, name) for name in ("batch_size", "resume", "overwrite")}
-    failed = []
-    with contextlib.closing(ImageFolder(args.folder, load, **how)) as folder:
-        generator = ImageGenerator.from_pretrained(
-            **load, batch=args.batch_size, device=args.device
-        )
+    folder = ImageFolder(args.folder, load, **how)
+
+    def requests(generator):
         folder.name_by(generator.labels, load, generator.repeatable)
-        folder.todo(generator.requests(wanted, args.count))
-        for unit in folder.units():
-            generator.batch = unit.batch_size
-            for image in generator.images(unit.items, watch=folder.watch):
-                line = folder.add(image)
-                if "error" in line:
-                    failed.append(line)
-                    continue
-                print(
-                    f"{line['file']}: {image.label or image.condition}, {image.passes} passes for "
-                    f"{len(image.tokens)} tokens, guarantee: {image.guarantee}"
-                )
-        folder.finish()
-    for line in failed:
-        print(f"failed: {line['condition']}: {line['error']}")
-    raise SystemExit(1 if failed else 0)
+        return generator.requests(wanted, args.count)
+
+    loaded = partial(
+        ImageGenerator.from_pretrained, **load, batch=args.batch_size, device=args.device
+    )
+    tally = run(folder, loaded, items_of=requests)
+    for _, line in read_rows(args.folder / RESULTS):
+        what = line["label"] or line["condition"]
+        if "error" in line:
+            print(f"failed: {what}: {line['error']}")
+        else:
+            print(f"{line['file']}: {what}, {line['passes']} passes, guarantee: {line['law']}")
+    raise SystemExit(1 if tally.failures else 0)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,6 @@ LONGEST = 500
 SHORT = {"engine", "draft", "accept", "guide", "adapters", "asr", "vlm", "image_ar"}
 """Rooms without an exception."""
 LONGER = {
-    "cli/transcribe.py": 521,
     "evaluation/audit/audit.py": 583,
     "evaluation/speech/word_report.py": 546,
     "models/llamagen.py": 559,

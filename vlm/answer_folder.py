@@ -12,13 +12,14 @@ listed at the end, and the exit code is then 1.
 """
 
 import argparse
-import contextlib
+from functools import partial
 from pathlib import Path
 
 from mmdecode.errors import run_script
-from mmdecode.runs.files import claimed
 from mmdecode.runs.inputs import find_files
+from mmdecode.runs.journal import RESULTS
 from mmdecode.runs.tables import read_rows
+from mmdecode.runs.work import run
 from mmdecode.vlm import Answerer
 from mmdecode.vlm.images import SUFFIXES
 from mmdecode.vlm.jobs import AnswerFolder
@@ -44,19 +45,11 @@ def parse_args():
 def answered(out, requests, guide, args):
     """Answers what has no answer yet, and returns all lines of the folder by id."""
     load = {"model_id": args.model, "draft": args.draft, "guide": guide}
-    settings = {**load, "max_new_tokens": args.max_new_tokens}
+    options = {"max_new_tokens": args.max_new_tokens}
     how = {name: getattr(args, name) for name in ("batch_size", "resume", "overwrite")}
-    with claimed(out):
-        folder = AnswerFolder(out, settings, requests, **how)
-        with contextlib.closing(folder.open(folder.prepare())):
-            answerer = Answerer.from_pretrained(**load, device=args.device)
-            for unit in folder.units():
-                asked = [folder.noted(request) for request in unit.items]
-                options = {"max_new_tokens": args.max_new_tokens, "batch_size": unit.batch_size}
-                for answer in answerer.answers(asked, watch=folder.watch, **options):
-                    folder.add(answer)
-        folder.finish()
-    return {row["id"]: row for _, row in read_rows(out / "results.jsonl")}
+    folder = AnswerFolder(out, load | options, requests, options, **how)
+    run(folder, partial(Answerer.from_pretrained, **load, device=args.device))
+    return {row["id"]: row for _, row in read_rows(out / RESULTS)}
 
 
 def main():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -12,21 +13,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import TextColumn
 
 from mmdecode.cli import flags
 from mmdecode.cli.output import JsonFlag, emit_json
-from mmdecode.cli.progress import Tally, progress_bar, resumable, tell_batch_size
 from mmdecode.errors import InputError, OptionError
 from mmdecode.runs.console import console, out, print_line, warnings_shown, without_other_bars
-from mmdecode.runs.files import claimed
+from mmdecode.runs.distributed import Team
 from mmdecode.runs.inputs import find_files
 from mmdecode.runs.items import Failed, Watch, tried
-from mmdecode.runs.journal import Unit
+from mmdecode.runs.work import Tally, run
 
 if TYPE_CHECKING:
     from mmdecode.vlm.answerer import Answerer
-    from mmdecode.vlm.jobs import AnswerFolder
     from mmdecode.vlm.requests import AnswerRequest
     from mmdecode.vlm.results import Answer
 
@@ -115,6 +113,7 @@ def command(
 
     from mmdecode.cli.conversation import converse
     from mmdecode.vlm.answerer import Answerer
+    from mmdecode.vlm.jobs import AnswerFolder
     from mmdecode.vlm.options import AnswerOptions
     from mmdecode.vlm.requests import read_requests
 
@@ -128,7 +127,9 @@ def command(
     without_other_bars()
     load: dict[str, Any] = {"model_id": model}
     load |= flags.picked(given, "draft guide accept dtype seed", later="quantize")
-    loaded = partial(Answerer.from_pretrained, **load, device=device, device_map=device_map)
+    team = Team(device)
+    team.refuse_alone(output)
+    loaded = partial(Answerer.from_pretrained, **load, device=team.device, device_map=device_map)
     if chat:
         answerer = loaded()
         with warnings_shown("default"):  # every turn reads all images again
@@ -148,48 +149,22 @@ def command(
         if how[name] == getattr(AnswerOptions, name):
             left_out.add(name)
     settings = {name: value for name, value in (how | load).items() if name not in left_out}
-    tally = Tally()
+    show = _Shown(requests)
     with warnings_shown("always"), contextlib.ExitStack() as stack:
-        file = None
-        units = [Unit(requests, batch_size)]
-        if output is not None:  # refused before a model is loaded
-            from mmdecode.vlm.jobs import AnswerFolder
-
-            file = AnswerFolder(
-                output,
-                settings,
-                requests,
+        if stream:
+            tally = _streamed(loaded(), requests, how, show)
+        else:
+            target = output or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            folder = AnswerFolder(
+                *(target, settings, requests, how),
                 **flags.picked(given, "batch_size resume overwrite"),
                 command=sys.argv[1:],
             )
-            done = lambda: tally.done_before + len(tally.results)  # noqa: E731
-            stack.enter_context(resumable(output, len(requests), done))
-            stack.enter_context(claimed(output))
-            stack.enter_context(contextlib.closing(file.open(file.prepare())))
-            units = file.units()
-            tell_batch_size(units, batch_size)
-            tally.done_before = sum(request.id in file.done for request in requests)
-            tally.changed = len(file.changed)
-        show = _Shown(requests)
-        if any(unit.items for unit in units):
-            answerer = loaded()
-            started = time.perf_counter()
-            if stream:
-                answers = Watch().released(_pieced(answerer, requests, how, show))
-            else:
-                answers = _with_bar(answerer, units, how, file)
-            for answer in answers:
-                if file and answer.id in file.done:
-                    continue  # of a unit that was interrupted
-                (tally.failures if answer.error else tally.results).append(answer)
-                if file:
-                    file.add(answer)
-            tally.wall_s = time.perf_counter() - started
-            tally.stats = answerer.stats.as_dict()
-        if file:
-            file.finish()
-    _report(tally, output, None if stream else show, json)
-    if tally.failures:
+            tally = run(folder, loaded, keep=output is None, temporary=output is None, team=team)
+    if team.leads:
+        _report(tally, output, None if stream else show, json)
+    team.leave()
+    if team.leads and tally.failures:
         raise typer.Exit(1)
 
 
@@ -231,25 +206,15 @@ def _found(paths: Sequence[str] | None) -> list[str]:
         return find_files(paths or (), SUFFIXES, "image")
 
 
-def _with_bar(
-    answerer: Answerer,
-    units: Sequence[Unit[AnswerRequest]],
-    options: dict[str, Any],
-    file: AnswerFolder | None,
-) -> Iterator[Answer]:
-    """Yields answers unit by unit."""
-    watch = file.watch if file else Watch()
-    with progress_bar(TextColumn("{task.fields[failed]}")) as bar:
-        total = sum(len(unit.items) for unit in units)
-        task = bar.add_task("asking", total=total, failed="")
-        failed = 0
-        for unit in units:
-            how = options | {"batch_size": unit.batch_size}
-            asked = [file.noted(one) for one in unit.items] if file else unit.items
-            for answer in answerer.answers(asked, watch=watch, **how):
-                failed += answer.error is not None
-                bar.update(task, advance=1, failed=f"{failed} failed" if failed else "")
-                yield answer
+def _streamed(
+    answerer: Answerer, requests: list[AnswerRequest], options: dict[str, Any], show: _Shown
+) -> Tally:
+    """Answers one question after the other, and prints each answer while it is decoded."""
+    tally, started = Tally(), time.perf_counter()
+    for answer in Watch().released(_pieced(answerer, requests, options, show)):
+        tally.add(answer.index, answer, keep=False)
+    tally.wall_s, tally.stats = time.perf_counter() - started, answerer.stats.as_dict()
+    return tally
 
 
 def _pieced(
@@ -298,26 +263,26 @@ class _Shown:
 
 
 def _report(tally: Tally, output: Path | None, show: _Shown | None, as_json: bool) -> None:
-    tally.sort()
+    results = tally.results.values()
     if as_json:
         from mmdecode.vlm.jobs import as_line
 
         emit_json(
             {
-                "answered": len(tally.results),
+                "answered": tally.done,
                 "resumed": tally.done_before,
                 "changed": tally.changed,
                 "failed": len(tally.failures),
                 "wall_s": round(tally.wall_s, 3),
                 "stats": tally.stats,
                 "output": output,
-                "answers": None if output else [as_line(answer) for answer in tally.results],
-                "failures": [as_line(answer) for answer in tally.failures],
+                "answers": None if output else [as_line(answer) for answer in results],
+                "failures": [as_line(answer) for answer in tally.failures.values()],
             }
         )
     elif not output and show:
-        for answer in tally.results:
+        for answer in results:
             print_line(show.before(answer) + answer.text)
-    print_line(tally.counted(len(tally.results), "answered") + tally.speed(), console)
-    for failure in tally.failures:
+    print_line(tally.counted("answered") + tally.speed(), console)
+    for failure in tally.failures.values():
         print_line(f"failed: {failure.error}", console, "red")

@@ -17,9 +17,15 @@ from mmdecode import registry
 from mmdecode.checkpoints import config_of, loading, local_path
 from mmdecode.cli import flags
 from mmdecode.cli.output import JsonFlag, emit_json
-from mmdecode.cli.progress import progress_bar
 from mmdecode.errors import InputError, MMDecodeError, OptionError, UnsupportedModelError
-from mmdecode.runs.console import console, only_our_output, out, print_line, warnings_shown
+from mmdecode.runs.console import (
+    console,
+    only_our_output,
+    out,
+    print_line,
+    progress_bar,
+    warnings_shown,
+)
 
 if TYPE_CHECKING:
     from mmdecode.asr.options import TranscribeOptions

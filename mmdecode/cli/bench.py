@@ -19,10 +19,9 @@ from mmdecode import registry
 from mmdecode.cli import flags
 from mmdecode.cli.bench_asr import RESULTS, asr, stage
 from mmdecode.cli.output import JsonFlag, emit_json
-from mmdecode.cli.progress import progress_bar
 from mmdecode.cli.shared import Group, warn_of_load
 from mmdecode.errors import OptionError, UnsupportedModelError
-from mmdecode.runs.console import only_our_output, out, print_line
+from mmdecode.runs.console import only_our_output, out, print_line, progress_bar
 from mmdecode.runs.files import explained, marked_json, refuse_foreign, write_file
 
 if TYPE_CHECKING:

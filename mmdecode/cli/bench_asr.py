@@ -18,11 +18,10 @@ from mmdecode import registry
 from mmdecode.checkpoints import DTYPES, device_of, dtype_of
 from mmdecode.cli import flags
 from mmdecode.cli.output import JsonFlag, emit_json
-from mmdecode.cli.progress import progress_bar
 from mmdecode.cli.shared import warn_of_load
 from mmdecode.errors import InputError, OptionError, UnsupportedModelError
 from mmdecode.evaluation.speech.task import shipped_for
-from mmdecode.runs.console import console, only_our_output, out, print_line
+from mmdecode.runs.console import console, only_our_output, out, print_line, progress_bar
 from mmdecode.runs.files import explained, marked_json, refuse_foreign, write_file
 
 if TYPE_CHECKING:

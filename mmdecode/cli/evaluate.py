@@ -12,10 +12,10 @@ import typer
 
 from mmdecode.cli import flags
 from mmdecode.cli.output import JsonFlag, emit_json, show_tables
-from mmdecode.cli.progress import progress_bar, resumable
 from mmdecode.cli.shared import Group, completed
 from mmdecode.evaluation.task import TASKS, Run, Task, task_of
-from mmdecode.runs.console import console, only_our_output, print_line, warnings_shown
+from mmdecode.runs.console import console, only_our_output, print_line, progress_bar, warnings_shown
+from mmdecode.runs.work import resumable
 
 if TYPE_CHECKING:
     from mmdecode.evaluation.report.report import Report
@@ -210,7 +210,7 @@ def _record(output: Path | None, run: Run, journal: RowJournal[Any] | None) -> l
     def done() -> int:
         return sum(row.error is None for row in journal.rows.values()) if journal else 0
 
-    with resumable(output, run.total, done), progress_bar() as bar:
+    with resumable(output, lambda: (done(), run.total)), progress_bar() as bar:
         if journal and journal.changed:
             text = f"{len(journal.changed)} changed since and done again"
             print_line(text, console, "yellow")

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import re
 import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import TextColumn
 
 import mmdecode
 from mmdecode.cli import flags
 from mmdecode.cli.output import JsonFlag, emit_json
-from mmdecode.cli.progress import Tally, progress_bar, tell_batch_size
 from mmdecode.errors import InputError, MMDecodeError, OptionError
-from mmdecode.runs.console import console, print_line, warnings_shown, without_other_bars
-from mmdecode.runs.journal import Unit
+from mmdecode.runs.console import console, print_line, warnings_shown
+from mmdecode.runs.distributed import Team
+from mmdecode.runs.work import Tally, run
 
 if TYPE_CHECKING:
     from mmdecode.image_ar.generator import ImageGenerator
-    from mmdecode.image_ar.jobs import ImageFolder
-    from mmdecode.image_ar.results import GeneratedImage, ImageRequest
+    from mmdecode.image_ar.results import ImageRequest
 
 FOLDER = Path("outputs/images")
 LOADED = (
@@ -136,49 +133,41 @@ def command(
     lines = [] if file is None else read_prompts(file)
     if not any((names, numbers, prompts, lines)):
         raise OptionError("nothing to draw; give --class, --class-id, --prompt or --prompts")
-    without_other_bars()
     given |= {"model_id": model, "grid": _grid_of(codes), "template": not raw_prompt}
     given |= {"start": start and _digest(start), "mask": mask and _digest(mask)}
     load = flags.picked(given, LOADED, later="quantize")
     # what may change an image; the batch does not
     settings = load | flags.picked(given, "start mask keep_rows likelihood")
-    with warnings_shown("always"), contextlib.ExitStack() as stack:
-        # refused before a model is loaded
-        folder = ImageFolder(
-            output,
-            settings,
-            **flags.picked(given, "batch_size resume overwrite"),
-            command=sys.argv[1:],
-        )
-        stack.enter_context(contextlib.closing(folder))
-        generator = ImageGenerator.from_pretrained(**load, batch=batch_size, device=device)
-        asked = _conditions(generator, names, numbers, prompts)
-        read, failures = _drawable(generator, lines)
-        if failures and not asked and not read:
-            raise InputError(f"{failures[0]['error']}; no line of the file is valid")
-        requests = generator.requests([*asked, *read], n)
+    folder = ImageFolder(
+        *(output, settings, {"likelihood": likelihood}, grid),
+        **flags.picked(given, "batch_size resume overwrite"),
+        command=sys.argv[1:],
+    )
+    wrong: list[dict[str, Any]] = []
+    guarantee = ""
+
+    def requests(generator: ImageGenerator) -> list[ImageRequest]:
+        nonlocal guarantee
+        guarantee = generator.guarantee
         folder.name_by(generator.labels, _metadata(generator, load), generator.repeatable)
-        todo = folder.todo(requests, grid)
-        units = folder.units()
-        tell_batch_size(units, batch_size)
-        tally = Tally(done_before=len(requests) - len(todo), failures=failures)
-        options = {} if start is None else _started(generator, model, start, mask, keep_rows)
-        options["likelihood"] = likelihood
-        began = time.perf_counter()
-        for image in _with_bar(generator, units, options, folder):
-            if folder.id_of(image) in folder.done:
-                continue  # of a unit that was interrupted
-            line = folder.add(image)
-            (tally.failures if "error" in line else tally.results).append(line)
-        tally.wall_s = time.perf_counter() - began
-        tally.stats = generator.stats.as_dict()
-        folder.finish()
-        if grid:
-            folder.write_grid()
-    # all images of a call have one start
-    guarantee = next((line["law"] for line in tally.results), generator.guarantee)
-    _report(tally, guarantee, output, json)
-    if tally.failures:
+        if start is not None:
+            folder.options |= _started(generator, model, start, mask, keep_rows)
+        asked = _conditions(generator, names, numbers, prompts) + _drawable(generator, lines, wrong)
+        if not asked:
+            raise InputError(f"{wrong[0]['error']}; no line of the file is valid")
+        return generator.requests(asked, n)
+
+    team = Team(device)
+    loaded = partial(ImageGenerator.from_pretrained, **load, batch=batch_size, device=team.device)
+    with warnings_shown("always"):
+        tally = run(folder, loaded, items_of=requests, keep=True, team=team)
+    tally.failures = dict(enumerate([*wrong, *tally.failures.values()]))
+    if team.leads:
+        # all images of a call have one start
+        guarantee = next((line["law"] for line in tally.results.values()), guarantee)
+        _report(tally, guarantee, output, json)
+    team.leave()
+    if team.leads and tally.failures:
         raise typer.Exit(1)
 
 
@@ -190,36 +179,6 @@ def _metadata(generator: ImageGenerator, load: Mapping[str, Any]) -> dict[str, A
         **{name.removesuffix("_id"): load[name] for name in names.split() if name in load},
         **generator.settings,
     }
-
-
-def _with_bar(
-    generator: ImageGenerator,
-    units: Sequence[Unit[ImageRequest]],
-    options: dict[str, Any],
-    folder: ImageFolder,
-) -> Iterator[GeneratedImage]:
-    """Yields images unit by unit."""
-    with progress_bar(TextColumn("tokens, {task.fields[generated]} images")) as bar:
-        total = sum(len(unit.items) for unit in units) * generator.tokens
-        task = bar.add_task("drawing", total=total, generated=0)
-
-        def on_tokens(count: int) -> None:
-            bar.update(task, advance=count)
-
-        def generated() -> Iterator[GeneratedImage]:
-            for unit in units:
-                problem = folder.batches.problem(folder.noted_as(unit.items[0]))
-                if problem and len(unit.items) == 1:
-                    yield generator.not_attempted(unit.items[0], problem)
-                    continue
-                generator.batch = unit.batch_size
-                yield from generator.images(
-                    unit.items, on_tokens=on_tokens, watch=folder.watch, **options
-                )
-
-        for number, image in enumerate(generated(), 1):
-            bar.update(task, advance=generator.tokens if image.error else 0, generated=number)
-            yield image
 
 
 def _conditions(
@@ -241,11 +200,12 @@ def _conditions(
 
 
 def _drawable(
-    generator: ImageGenerator, lines: Sequence[tuple[str, str | InputError]]
-) -> tuple[list[int | str], list[dict[str, Any]]]:
-    """Returns the conditions in the valid lines of a file, and failures of its invalid lines."""
+    generator: ImageGenerator,
+    lines: Sequence[tuple[str, str | InputError]],
+    wrong: list[dict[str, Any]],
+) -> list[int | str]:
+    """Returns the conditions in the valid lines of a file; ``wrong`` gets those that are not."""
     found: list[int | str] = []
-    failures = []
     for where, line in lines:
         try:
             if isinstance(line, InputError):
@@ -255,10 +215,10 @@ def _drawable(
             generator.requests([condition])
         except (MMDecodeError, ValueError) as error:  # a number may have too many digits
             text = str(error) if isinstance(line, InputError) else f"{where}: {error}"
-            failures.append({"id": where, "error": text, "kind": type(error).__name__})
+            wrong.append({"id": where, "error": text, "kind": type(error).__name__})
         else:
             found.append(condition)
-    return found, failures
+    return found
 
 
 def _grid_of(codes: str | None) -> tuple[int, int] | None:
@@ -313,27 +273,28 @@ def _started(
 
 
 def _report(tally: Tally, guarantee: str, output: Path, as_json: bool) -> None:
+    results, failures = list(tally.results.values()), list(tally.failures.values())
     if as_json:
         emit_json(
             {
-                "drawn": len(tally.results),
+                "drawn": tally.done,
                 "resumed": tally.done_before,
-                "failed": len(tally.failures),
+                "failed": len(failures),
                 "law": guarantee,
                 "wall_s": round(tally.wall_s, 3),
                 "stats": tally.stats,
                 "output": output,
-                "images": tally.results,
-                "failures": tally.failures,
+                "images": results,
+                "failures": failures,
             }
         )
-    line = tally.counted(len(tally.results), "drawn") + tally.speed()
+    line = tally.counted("drawn") + tally.speed()
     if guarantee != "exact":
         line += f"; {guarantee}: not the model's own distribution"
-    for how in sorted({image["completion"] for image in tally.results if "completion" in image}):
+    for how in sorted({image["completion"] for image in results if "completion" in image}):
         line += f"; {how}"
     print_line(line, console)
-    for failure in tally.failures:
+    for failure in failures:
         named = failure["error"].startswith(failure["id"])
         what = failure["error"] if named else f"{failure['id']}: {failure['error']}"
         print_line(f"failed: {what}", console, "red")

@@ -5,36 +5,30 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
-from rich.progress import TextColumn
 from rich.text import Text
 
 import mmdecode
 from mmdecode.cli import flags
 from mmdecode.cli.output import JsonFlag, emit_json
-from mmdecode.cli.progress import Tally, progress_bar, resumable, tell_batch_size
 from mmdecode.errors import OptionError
-from mmdecode.runs.console import console, out, print_line, warnings_shown, without_other_bars
-from mmdecode.runs.distributed import Team, share_out
-from mmdecode.runs.files import claimed, explained, refuse_foreign, write_file
-from mmdecode.runs.items import Watch
-from mmdecode.runs.journal import RESULTS, Prepared, Unit
+from mmdecode.runs.console import console, out, print_line, warnings_shown
+from mmdecode.runs.distributed import Team
+from mmdecode.runs.files import explained, refuse_foreign, write_file
 from mmdecode.runs.tables import read_rows
+from mmdecode.runs.work import run
 
 if TYPE_CHECKING:
     from mmdecode.asr.options import TranscribeOptions
-    from mmdecode.asr.output.jobs import ResultFolder
+    from mmdecode.asr.output.jobs import TranscriptTally
     from mmdecode.asr.output.manifest import Entry
     from mmdecode.asr.results import Transcript
-    from mmdecode.asr.transcriber import Transcriber
 
 PANELS = {
     "Options": "model out_dir formats draft language task word_timestamps batch_size resume device",
@@ -226,11 +220,14 @@ def command(
             "in the earlier run; give a file"
         )
     team = Team(device)
-    if team.size > 1 and (out_dir is None or uses_stdin):
-        raise OptionError(
-            f"{team.size} processes share the work, so they can neither read standard input nor "
-            "print the text; give --out, and files instead of '-'"
-        )
+    team.refuse_alone(None if uses_stdin else out_dir)
+    layout = Layout(
+        max_line_width=max_line_width or None,
+        max_line_count=max_line_count,
+        max_reading_speed=max_reading_speed or None,
+    )
+    kept = out_dir is not None
+    files = {"formats": formats_asked, "subtitles": dataclasses.asdict(layout)} if kept else {}
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings_shown("default"))  # of skipped links, and of options
         entries = stack.enter_context(gathered(paths or (), files_from, data, limit, keep_tree))
@@ -239,23 +236,16 @@ def command(
             *(model, draft, guide, accept, team.device, dtype, quantize, seed, correct),
             **options,
         )
-        if out_dir is None:
-            tally = _work([Unit(entries, batch_size)], load, None, checked.language)
-        else:
-            layout = Layout(
-                max_line_width=max_line_width or None,
-                max_line_count=max_line_count,
-                max_reading_speed=max_reading_speed or None,
-            )
-            files = {"formats": formats_asked, "subtitles": dataclasses.asdict(layout)}
-            folder = ResultFolder(
-                *(out_dir, settings | files, entries, formats_asked, layout),
-                **flags.picked(given, "batch_size resume overwrite"),
-                command=sys.argv[1:],
-            )
-            tally = _transcribe(folder, load, checked.language, team)
+        target = out_dir or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder = ResultFolder(
+            *(target, settings | files, entries, formats_asked if kept else (), layout),
+            **flags.picked(given, "batch_size resume overwrite"),
+            command=sys.argv[1:],
+        )
+        done = run(folder, load, keep=not kept, temporary=not kept, team=team)
+        tally = cast("TranscriptTally", done)
         if report is not None and team.leads:
-            page = _page(entries, tally, out_dir, settings)
+            page = _page(entries, folder.path, settings)
             with explained(report):
                 # names of files need not be UTF-8
                 write_file(report, page.encode("utf-8", "backslashreplace"), overwrite)
@@ -279,125 +269,11 @@ def _warn_of_thresholds(options: TranscribeOptions) -> None:
         print_line(text, console, "yellow")
 
 
-@dataclass
-class _Tally(Tally):
-    """Counts and results of a run, of one process or of all processes together."""
-
-    transcribed: int = 0
-    audio_s: float = 0.0
-    windows: int = 0
-    repetitive: int = 0
-    truncated: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def rtfx(self) -> float | None:
-        """Seconds of audio transcribed per second of wall-clock time."""
-        return self.audio_s / self.wall_s if self.audio_s and self.wall_s else None
-
-
-def _transcribe(
-    folder: ResultFolder, load: Callable[[], Transcriber], language: str | None, team: Team
-) -> _Tally:
-    """Transcribes this process's share; the leading process returns the tally of all."""
-    from mmdecode.asr.output.inputs import sizes
-
-    entries = folder.items
-    with contextlib.ExitStack() as stack:
-        done = lambda: sum(entry.id in folder.done for entry in entries)  # noqa: E731
-        alone = team.size == 1
-        stack.enter_context(resumable(folder.folder if alone else None, len(entries), done))
-
-        def begin() -> Prepared:
-            stack.enter_context(claimed(folder.folder))
-            return folder.prepare()
-
-        prepared = team.first(begin)
-        folder.open(prepared, None if alone else team.rank)
-        with contextlib.closing(folder):
-            todo = len(entries) - done()
-            units = folder.units()
-            tell_batch_size(units, folder.batch_size, team.leads)
-            sized = iter(sizes([entry for unit in units for entry in unit.items]))
-            work = [sum(itertools.islice(sized, len(unit.items))) for unit in units]
-            share = [units[index] for index in share_out(work, team.size)[team.rank]]
-            started = time.perf_counter()
-            own = _work(share, load, folder, language)
-        tallies = team.gather(own)  # all have closed the folder
-        team.first(folder.finish)
-    tally = _together(tallies, len(entries) - todo)
-    tally.changed = len(prepared.changed)
-    if not alone:
-        tally.wall_s = time.perf_counter() - started
-    return tally
-
-
-def _work(
-    units: Sequence[Unit[Entry]],
-    load: Callable[[], Transcriber],
-    folder: ResultFolder | None,
-    language: str | None,
-) -> _Tally:
-    """Transcribes units; the tally holds the results only if there is no results folder."""
-    from mmdecode.asr.output.manifest import opened
-    from mmdecode.asr.results import Failure
-
-    tally = _Tally()
-    total = sum(len(unit.items) for unit in units)
-    if not total:
-        return tally
-    without_other_bars()
-    transcriber = load()
-    started = time.perf_counter()
-    with progress_bar(TextColumn("{task.fields[speed]}")) as bar:
-        task, read_s = bar.add_task("transcribing", total=total, speed=""), 0.0
-
-        def meter(seconds: float) -> None:
-            nonlocal read_s
-            read_s += seconds
-            rate = read_s / max(time.perf_counter() - started, 1e-9)
-            bar.update(task, speed=f"{read_s:.0f} s of audio, {rate:.1f} s/s")
-
-        watch = folder.watch if folder else Watch()
-        for unit in units:
-            sources = [
-                folder.source(entry, language) if folder else opened(entry, language)
-                for entry in unit.items
-            ]
-            for result in transcriber.stream(
-                sources, meter, watch=watch, batch_size=unit.batch_size
-            ):
-                bar.advance(task)
-                if folder:
-                    if result.source in folder.done:
-                        continue  # of a unit that was interrupted
-                    result = folder.add(result)
-                if isinstance(result, Failure):
-                    tally.failures.append(result)
-                    continue
-                tally.transcribed += 1
-                tally.audio_s += result.duration_s
-                tally.windows += result.stats["windows"]
-                tally.repetitive += result.stats["looped"]
-                if result.truncated is not None:
-                    tally.truncated[result.source] = result.truncated
-                if not folder:
-                    tally.results.append(result)
-    tally.wall_s = time.perf_counter() - started
-    tally.stats = transcriber.stats.as_dict()
-    return tally
-
-
-def _page(
-    entries: list[Entry], tally: _Tally, folder: Path | None, settings: Mapping[str, Any]
-) -> str:
-    """Returns the page of corrected words, for all results of the folder, or else of this run."""
+def _page(entries: list[Entry], results: Path, settings: Mapping[str, Any]) -> str:
+    """Returns the page of corrected words, for all results of a folder."""
     from mmdecode.evaluation.speech.correction_page import CorrectedText, CorrectedTexts
 
-    if folder is None:
-        rows = [dataclasses.asdict(result) for result in tally.results]
-    else:
-        rows = [row for _, row in read_rows(folder / RESULTS)]
-    found = {row["source"]: row for row in rows if "error" not in row}
+    found = {row["source"]: row for _, row in read_rows(results) if "error" not in row}
     texts = []
     for entry in entries:
         if entry.id in found:
@@ -412,44 +288,19 @@ def _page(
     )
 
 
-def _together(tallies: list[_Tally], done_before: int) -> _Tally:
-    """Sums the tallies of all processes."""
-    counts = "transcribed", "audio_s", "windows", "repetitive"
-    return _Tally(
-        done_before=done_before,
-        wall_s=max(tally.wall_s for tally in tallies),
-        stats=summed([tally.stats for tally in tallies]),
-        failures=[failure for tally in tallies for failure in tally.failures],
-        truncated={name: what for tally in tallies for name, what in tally.truncated.items()},
-        **{name: sum(getattr(tally, name) for tally in tallies) for name in counts},
-    )
-
-
-def summed(stats: list[dict[str, Any]]) -> dict[str, Any]:
-    """Sums the counters of several decoders, see `mmdecode.engine.stats`."""
-    stats = [one for one in stats if one]  # a process without work has none
-    if len(stats) < 2:
-        return stats[0] if stats else {}
-    counters = "calls", "tokens", "passes", "row_passes", "drafted", "accepted"
-    total: dict[str, Any] = {name: sum(one[name] for one in stats) for name in counters}
-    kept = sum(one["acceptance_length"] * one["row_passes"] for one in stats)
-    histograms = [one["accepted_histogram"] for one in stats]
-    return total | {
-        "acceptance_length": round(kept / max(total["row_passes"], 1), 4),
-        "acceptance_rate": round(total["accepted"] / max(total["drafted"], 1), 4),
-        "accepted_histogram": [sum(n) for n in itertools.zip_longest(*histograms, fillvalue=0)],
-    }
-
-
 def _report(
-    tally: _Tally, folder: Path | None, settings: Mapping[str, Any], several: bool, as_json: bool
+    tally: TranscriptTally,
+    folder: Path | None,
+    settings: Mapping[str, Any],
+    several: bool,
+    as_json: bool,
 ) -> None:
-    tally.sort()
+    results = list(tally.results.values())
     if as_json:
         emit_json(
             {
                 "model": settings["model"],
-                "transcribed": tally.transcribed,
+                "transcribed": tally.done,
                 "resumed": tally.done_before,
                 "changed": tally.changed,
                 "failed": len(tally.failures),
@@ -461,12 +312,12 @@ def _report(
                 "truncated": len(tally.truncated),
                 "stats": tally.stats,
                 "out": folder,
-                "results": None if folder else tally.results,
-                "failures": tally.failures,
+                "results": None if folder else results,
+                "failures": list(tally.failures.values()),
             }
         )
     elif not folder:
-        for result in tally.results:
+        for result in results:
             # names of files need not be UTF-8
             name = result.source.encode("utf-8", "backslashreplace").decode()
             if settings["word_timestamps"]:
@@ -475,14 +326,14 @@ def _report(
                 continue
             prefix = f"{name}: " if several else ""
             out.print(Text(prefix) + coloured(result), highlight=False, soft_wrap=True)
-    line = tally.counted(tally.transcribed, "transcribed")
+    line = tally.counted("transcribed")
     if tally.rtfx:
         line += f"; {tally.audio_s:.1f} s of audio in {tally.wall_s:.1f} s, RTFx {tally.rtfx:.1f}"
         if tally.stats["row_passes"]:  # beams are searched elsewhere
             line += f", {tally.stats['acceptance_length']:.2f} tokens per pass"
     if tally.repetitive:
         line += f"; {tally.repetitive} of {tally.windows} windows looped"
-    if out.is_terminal and any(result.uncorrected is not None for result in tally.results):
+    if out.is_terminal and any(result.uncorrected is not None for result in results):
         line += "; words in blue are the audio's, in yellow the language model's"
     if tally.truncated:
         line += f"; {len(tally.truncated)} truncated"
@@ -490,7 +341,7 @@ def _report(
     for what in tally.truncated.values():
         text = what.encode("utf-8", "backslashreplace").decode()
         print_line(f"transcribed as far as it goes: {text}", console, "yellow")
-    for failure in tally.failures:
+    for failure in tally.failures.values():
         print_line(f"failed: {failure.error}", console, "red")
 
 

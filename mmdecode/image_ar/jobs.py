@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,14 +17,15 @@ from torch import Tensor
 
 from mmdecode.errors import InputError, MissingExtraError
 from mmdecode.image_ar.results import request_name
-from mmdecode.runs.files import claimed, explained, to_json, write_file
+from mmdecode.runs.files import explained, to_json, write_file
 from mmdecode.runs.items import Failed, tried, written
-from mmdecode.runs.journal import Journal
+from mmdecode.runs.journal import Journal, Unit
 from mmdecode.runs.tables import lines_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+    from mmdecode.image_ar.generator import ImageGenerator
     from mmdecode.image_ar.results import GeneratedImage, ImageRequest
 
 MEMORY_HINT = "draw smaller images, or on another device"
@@ -41,37 +41,36 @@ _GAP = 2
 class ImageFolder(Journal["ImageRequest"]):
     """The images of a run, on disk: a PNG for each, with its settings as text, and a line.
 
-    The names of images depend on the model's labels, so the requests are given to `todo`.
+    The names of images depend on the model's labels, see `name_by`, and so do the items; see
+    ``items_of`` of `mmdecode.runs.work.run`.
 
     Args:
         folder: The folder; created if it does not exist.
         settings: Settings that may change an image.
+        options: Options of `mmdecode.image_ar.ImageGenerator.images`.
+        grid: Whether all images are also written as one, the file `GRID`.
         **how: See `Journal`.
-
-    Raises:
-        OptionError: The folder holds images and ``resume`` is not set; the images belong to other
-            settings; or another run is writing there.
-        InputError: The folder cannot be read or written.
     """
 
     again = "generates that image again"
     fields = ("condition",)
     needs_files = True
+    doing, measure = "drawing", "tokens"
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any], **how: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        settings: Mapping[str, Any],
+        options: dict[str, Any] | None = None,
+        grid: bool = False,
+        **how: Any,
+    ) -> None:
         super().__init__(folder, settings, **how)
+        self.options = options or {}
+        self.besides = [folder / GRID] if grid else []
         self._labels: Mapping[int, str] = {}
         self._texts: Mapping[str, Any] = {}
         self._repeatable = True
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(claimed(folder))
-            self.begin()
-            self._closing = stack.pop_all()
-
-    def close(self) -> None:
-        """Closes the files, and lets other runs write to the folder."""
-        with self._closing:
-            super().close()
 
     def name_by(
         self, labels: Mapping[int, str], texts: Mapping[str, Any], repeatable: bool = True
@@ -105,43 +104,40 @@ class ImageFolder(Journal["ImageRequest"]):
         """The PNG."""
         return [self.folder / f"{self.id_of(item)}.png"]
 
-    def todo(self, requests: Sequence[ImageRequest], grid: bool = False) -> list[ImageRequest]:
-        """Returns the requests whose images do not exist yet.
+    def decode(
+        self, model: ImageGenerator, unit: Unit[ImageRequest], meter: Callable[[float], None]
+    ) -> Iterator[GeneratedImage]:
+        """Generates the images of a unit; see `Journal.decode`."""
+        problem = self.batches.problem(self.noted_as(unit.items[0]))
+        if problem and len(unit.items) == 1:
+            return iter([model.not_attempted(unit.items[0], problem)])
+        model.batch = unit.batch_size
+        return model.images(unit.items, on_tokens=meter, watch=self.watch, **self.options)
 
-        Args:
-            requests: All requests.
-            grid: Whether the file `GRID` will be written too.
+    def id_of_result(self, result: GeneratedImage) -> str:
+        """The name of the image."""
+        return self.id_of(result)
 
-        Raises:
-            OptionError: Files that this package did not write would be replaced.
-        """
-        self.items = requests
-        self.open(self.plan([self.folder / GRID] if grid else []))
-        return [request for request in requests if self.id_of(request) not in self.done]
-
-    def add(self, image: GeneratedImage) -> dict[str, Any]:
-        """Writes an image and its line, and flushes both.
+    def add(self, result: GeneratedImage) -> dict[str, Any]:
+        """Writes an image and its line, and flushes both; see `Journal.add`.
 
         Returns:
             The line; it has an ``error`` if generating, decoding or writing the image failed.
-
-        Raises:
-            InputError: The folder cannot be written.
         """
-        line = self.line(image)
+        line = self.line(result)
         item = self.given[line["id"]]
         if line["id"] in self.done:
             return line
         with explained(self.folder):
             self.begin_writing()
-            if not image.error:
+            if not result.error:
                 texts = {**self._texts, **line}
-                found: bytes | Failed | None = tried(lambda: as_png(image, texts), MEMORY_HINT)
+                found: bytes | Failed | None = tried(lambda: as_png(result, texts), MEMORY_HINT)
                 if isinstance(found, bytes):
                     write = partial(write_file, self.folder / line["file"], found, self._overwrite)
                     found = written(write, MEMORY_HINT)
                 if isinstance(found, Failed):
-                    line = self.line(replace(image, error=found.error, kind=found.kind))
+                    line = self.line(replace(result, error=found.error, kind=found.kind))
         self.append(item, line)
         return line
 
@@ -159,8 +155,11 @@ class ImageFolder(Journal["ImageRequest"]):
         }
         return line | {name: value for name, value in more.items() if value is not None}
 
-    def write_grid(self) -> None:
-        """Writes the file `GRID`, which shows all images, a row per condition."""
+    def finish(self) -> None:
+        """Merges the lines; writes the file `GRID`, which shows all images, a row per condition."""
+        super().finish()
+        if not self.besides:
+            return
         rows: dict[int | str, list[Path]] = {}
         for request in self.items:
             rows.setdefault(request.condition, []).extend(self.files(request))

@@ -11,6 +11,14 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 
 class Stderr(Console):
@@ -42,6 +50,20 @@ out = Console()
 def print_line(text: str, where: Console = out, style: str | None = None) -> None:
     """Prints one line verbatim: without rich's markup, highlighting and wrapping."""
     where.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def progress_bar(*more: ProgressColumn) -> Progress:
+    """Returns a bar on stderr that is removed when done; ``more`` columns come before the time."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        *more,
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,  # otherwise it would leave an empty line in a file
+    )
 
 
 @contextlib.contextmanager

@@ -9,9 +9,10 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from mmdecode.errors import MissingExtraError, MMDecodeError
+from mmdecode.errors import MissingExtraError, MMDecodeError, OptionError
 
 
 class Team:
@@ -51,6 +52,21 @@ class Team:
     def leads(self) -> bool:
         """Whether this is the process of rank 0, which reports and merges the results."""
         return self.rank == 0
+
+    def refuse_alone(self, folder: Path | None) -> None:
+        """Refuses what only one process can do.
+
+        Args:
+            folder: Folder of the results; ``None``: they are printed, or standard input is read.
+
+        Raises:
+            OptionError: There are several processes and no folder.
+        """
+        if self.size > 1 and folder is None:
+            raise OptionError(
+                f"{self.size} processes share the work, so they can neither read standard input "
+                "nor print the results; give --out, and files instead of '-'"
+            )
 
     def first(self, work: Callable[[], Any]) -> Any:
         """Runs ``work`` in the process of rank 0 and returns its result in all processes.

@@ -22,7 +22,7 @@ import functools
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, Generic, NamedTuple, Self, TypeVar
 
@@ -45,6 +45,7 @@ from mmdecode.runs.files import (
     write_file,
 )
 from mmdecode.runs.items import Watch
+from mmdecode.runs.work import Tally
 
 RESULTS, PARTS = "results.jsonl", "parts"
 READING, DECODING = ".reading-{}.tmp", ".decoding-{}"
@@ -114,6 +115,13 @@ class Journal(Generic[Item]):
     """Names of further files that show that a folder holds results."""
     needs_files: ClassVar[bool] = False
     """Whether an item with a line whose files have vanished is computed again."""
+    doing: ClassVar[str] = "decoding"
+    """Label of the progress bar."""
+    measure: ClassVar[str] = ""
+    """Unit of what `decode` measures besides items, such as tokens."""
+    tally: ClassVar[type[Tally]] = Tally
+    besides: Sequence[Path] = ()
+    """Files that will be written besides those of items."""
 
     def __init__(
         self,
@@ -148,6 +156,32 @@ class Journal(Generic[Item]):
     def id_of(self, item: Item) -> str:
         """Id of an item, the same in every run."""
         return str(item.id)
+
+    def decode(self, model: Any, unit: Unit[Item], meter: Callable[[float], None]) -> Iterator[Any]:
+        """Yields the result of each item of a unit, in any order, failures included.
+
+        Args:
+            model: The loaded model.
+            unit: The unit.
+            meter: May be called with the increase of what ``measure`` names.
+        """
+        raise NotImplementedError
+
+    def id_of_result(self, result: Any) -> str:
+        """Id of the item of a result that `decode` yields."""
+        return str(result.id)
+
+    def add(self, result: Any) -> Any:
+        """Writes the files of an item, then its line; returns the result as `Tally` counts it.
+
+        Raises:
+            InputError: The folder cannot be written.
+        """
+        raise NotImplementedError
+
+    def sizes(self, items: Sequence[Item]) -> Sequence[float]:
+        """Amount of work of each item, in any unit."""
+        return [1.0] * len(items)
 
     def known(self, item: Item) -> dict[str, Any]:
         """Fields of an item's line that say which item it is; empty: its id alone."""
@@ -202,19 +236,15 @@ class Journal(Generic[Item]):
             if there and not self._replaced:
                 self._before = check_settings(self.folder, self._settings, self._resume)
 
-    def plan(self, more: Iterable[Path] = ()) -> Prepared:
-        """Checks the items, cleans up after earlier runs, and cuts the work into units.
-
-        Args:
-            more: Further files that will be written.
-        """
+    def plan(self) -> Prepared:
+        """Checks the items, cleans up after earlier runs, and cuts the work into units."""
         with explained(self.folder):
             if not self._replaced:
                 self._check()
             done = self.done - self.changed
             todo = [item for name, item in self.given.items() if name not in done]
             files = [file for item in todo for file in self.files(item)]
-            refuse_foreign([*files, *more], self._overwrite)
+            refuse_foreign([*files, *self.besides], self._overwrite)
             for name in self.changed:
                 for file in self.files(self.given[name]):
                     file.unlink(missing_ok=True)

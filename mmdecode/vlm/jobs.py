@@ -7,16 +7,21 @@ of requests. Answers are computed again if an image file has changed.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from mmdecode.runs import crashes
 from mmdecode.runs.crashes import InFlight
-from mmdecode.runs.journal import Journal
+from mmdecode.runs.journal import Journal, Unit
 from mmdecode.vlm.images import ImageSource
 from mmdecode.vlm.messages import as_messages
 from mmdecode.vlm.requests import AnswerRequest
 from mmdecode.vlm.results import Answer
+
+if TYPE_CHECKING:
+    from mmdecode.vlm.answerer import Answerer
 
 READ = """
 import sys
@@ -27,11 +32,28 @@ image_source(sys.argv[1], "").read()
 
 
 class AnswerFolder(Journal[AnswerRequest]):
-    """Answers in a folder, a line for each; see `Journal` for the arguments."""
+    """Answers in a folder, a line for each.
+
+    Args:
+        folder, settings, requests: See `Journal`.
+        options: Options of `mmdecode.vlm.Answerer.answers`.
+        **how: See `Journal`.
+    """
 
     what, other = "an answer", "another question"
     again = "asks that question again"
-    fields = "images", "question"
+    fields, doing = ("images", "question"), "asking"
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: Mapping[str, Any],
+        requests: Sequence[AnswerRequest],
+        options: Mapping[str, Any] | None = None,
+        **how: Any,
+    ) -> None:
+        super().__init__(folder, settings, requests, **how)
+        self.options = options or {}
 
     def known(self, item: AnswerRequest) -> dict[str, Any]:
         """Images, question and earlier turns of a request."""
@@ -45,6 +67,14 @@ class AnswerFolder(Journal[AnswerRequest]):
         """The image files."""
         return [image.name for image in item.images]
 
+    def decode(
+        self, model: Answerer, unit: Unit[AnswerRequest], meter: Callable[[float], None]
+    ) -> Iterator[Answer]:
+        """Answers the questions of a unit; see `Journal.decode`."""
+        asked = [self.noted(request) for request in unit.items]
+        options = {**self.options, "batch_size": unit.batch_size}
+        return model.answers(asked, watch=self.watch, **options)
+
     def noted(self, request: AnswerRequest) -> AnswerRequest:
         """Returns a copy of a request that hashes each image file before first reading it.
 
@@ -54,21 +84,19 @@ class AnswerFolder(Journal[AnswerRequest]):
         problem = request.problem or self.batches.problem(request.id)
         return replace(request, images=tuple(images), problem=problem)
 
-    def add(self, answer: Answer) -> None:
-        """Appends an answer and flushes it.
+    def add(self, result: Answer) -> Answer:
+        """Appends an answer and flushes it; see `Journal.add`.
 
         Args:
-            answer: Answer to a request; if it has images, to the copy that `noted` returned.
-
-        Raises:
-            InputError: The folder cannot be written.
+            result: Answer to a request; if it has images, to the copy that `noted` returned.
         """
-        line = as_line(answer)
-        if not answer.error:
-            found = [self._inputs.as_read(name) for name in answer.images]
+        line = as_line(result)
+        if not result.error:
+            found = [self._inputs.as_read(name) for name in result.images]
             line["sizes"] = [one and one["size"] for one in found]
             line["digests"] = [one and one["digest"] for one in found]
-        self.append(self.given[answer.id], line)
+        self.append(self.given[result.id], line)
+        return result
 
 
 def watched(source: ImageSource, journal: InFlight) -> ImageSource:

@@ -12,8 +12,8 @@ from transformers.utils import logging
 
 from mmdecode.asr.output.subtitles import clean
 from mmdecode.asr.transcriber import Transcriber
-from mmdecode.cli.transcribe import summed
 from mmdecode.errors import InputError, OptionError
+from mmdecode.runs.work import summed
 from tests.support.commands import invoke
 from tests.support.files import contents, json_lines, write_json_lines
 

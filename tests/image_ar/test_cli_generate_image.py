@@ -1,5 +1,6 @@
 """``mmdecode generate-image`` from end to end, and resuming."""
 
+import contextlib
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from mmdecode.errors import InputError, OptionError, UnknownNameError
 from mmdecode.image_ar import ImageGenerator
 from mmdecode.image_ar.jobs import ImageFolder, codes_in, laid_out
 from mmdecode.image_ar.results import ImageRequest
+from mmdecode.runs.files import claimed
 from tests.support.commands import invoke
 from tests.support.files import contents, json_lines
 
@@ -363,10 +365,10 @@ def test_what_cannot_be_written_or_resumed_is_reported(run, tmp_path):
     done = run("--class", "ring", out=tmp_path / "file")
     assert isinstance(done.exception, InputError)
     assert "is a file; choose another --out" in str(done.exception)
-    folder = ImageFolder(tmp_path / "out", {"a": 1})
-    with pytest.raises(OptionError, match="another run is writing to"):
-        ImageFolder(tmp_path / "out", {"a": 1})
-    folder.close()
+    with claimed(tmp_path / "out"):
+        done = run("--class", "ring")
+    assert isinstance(done.exception, OptionError)
+    assert "another run is writing to" in str(done.exception)
     run("--class", "ring")
     (tmp_path / "out" / "results.jsonl").write_text("{}\n")
     done = run("--class", "ring", "--resume")
@@ -459,12 +461,13 @@ def test_the_commands_of_the_page_run_as_they_stand(scenes, tmp_path, monkeypatc
 def test_an_image_that_we_did_not_write_is_refused(tmp_path):
     generated = ImageRequest(index=0, condition=1, ordinal=0)
     folder = ImageFolder(tmp_path, {})
+    folder.items = [generated]
     theirs = tmp_path / f"{folder.id_of(generated)}.png"
     theirs.write_bytes(b"theirs")
     with pytest.raises(OptionError, match="there already, and not written by mmdecode"):
-        folder.todo([generated])
-    folder.close()
+        folder.prepare()
     assert theirs.read_bytes() == b"theirs"
     folder = ImageFolder(tmp_path, {}, overwrite=True)
-    assert folder.todo([generated]) == [generated]
-    folder.close()
+    folder.items = [generated]
+    with contextlib.closing(folder.open(folder.prepare())):
+        assert [unit.items for unit in folder.units()] == [[generated]]

@@ -45,15 +45,18 @@ def lines_of(network, folder, name, stage, patch):
         check = generator._backend.check
         own = lambda condition: raising() if condition == BAD else check(condition)  # noqa: E731
         patch.setattr(generator._backend, "check", own)
+    folder.mkdir(exist_ok=True)
     folder_of_job = jobs.ImageFolder(folder, {}, resume=False)
     folder_of_job.name_by(generator.labels, {})
+    folder_of_job.items = requests
+    folder_of_job.open(folder_of_job.prepare())
     write = jobs.write_file
     if stage == "write":
         own = lambda path, *rest: raising() if "hound" in path.name else write(path, *rest)  # noqa: E731
         patch.setattr(jobs, "write_file", own)
     try:
         found = []
-        for image in generator.images(folder_of_job.todo(requests)):
+        for image in generator.images(requests):
             if stage == "decode" and image.condition == BAD:
                 image = dataclasses.replace(image, _pixels=raising)
             found.append((image, folder_of_job.add(image)))
@@ -99,7 +102,8 @@ def test_a_folder_with_the_name_of_a_file_fails_its_image_alone(network, tmp_pat
     generator = ImageGenerator(network)
     folder = jobs.ImageFolder(tmp_path, {}, resume=False)
     folder.name_by(generator.labels, {})
-    requests = folder.todo(generator.requests(CONDITIONS))
+    folder.items = requests = generator.requests(CONDITIONS)
+    folder.open(folder.prepare())
     (tmp_path / "hound-2-000.png").mkdir()
     lines = [folder.add(image) for image in generator.images(requests)]
     folder.close()

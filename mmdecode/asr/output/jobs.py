@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,17 @@ from mmdecode.asr.audio.reading import Source
 from mmdecode.asr.decoding.long_form import HINT
 from mmdecode.asr.languages import language_code
 from mmdecode.asr.output.formats import FORMATS, Names, ending
+from mmdecode.asr.output.inputs import sizes
 from mmdecode.asr.output.manifest import Entry, opened
 from mmdecode.asr.output.subtitles import DEFAULT, Layout
 from mmdecode.asr.results import Failure, Transcript
-from mmdecode.asr.transcriber import failure_of
+from mmdecode.asr.transcriber import Transcriber, failure_of
 from mmdecode.errors import InputError
 from mmdecode.runs.crashes import watched
 from mmdecode.runs.files import explained, write_file
 from mmdecode.runs.items import written
-from mmdecode.runs.journal import Journal
+from mmdecode.runs.journal import Journal, Unit
+from mmdecode.runs.work import Tally
 
 READ = """
 import sys
@@ -35,6 +38,31 @@ for _ in blocks(recording(sys.argv[1]), 16_000):
     pass
 """
 """Program that decodes the recording whose path is its argument."""
+
+
+@dataclass
+class TranscriptTally(Tally):
+    """Counts and results of a run."""
+
+    audio_s: float = 0.0
+    windows: int = 0
+    repetitive: int = 0
+    truncated: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def rtfx(self) -> float | None:
+        """Seconds of audio transcribed per second of wall-clock time."""
+        return self.audio_s / self.wall_s if self.audio_s and self.wall_s else None
+
+    def add(self, position: int, result: Transcript | Failure, keep: bool) -> None:
+        """Counts a result; see `Tally.add`."""
+        super().add(position, result, keep)
+        if isinstance(result, Transcript):
+            self.audio_s += result.duration_s
+            self.windows += result.stats["windows"]
+            self.repetitive += result.stats["looped"]
+            if result.truncated is not None:
+                self.truncated[result.source] = result.truncated
 
 
 class ResultFolder(Journal[Entry]):
@@ -51,6 +79,7 @@ class ResultFolder(Journal[Entry]):
 
     what, other = "a result", "another recording"
     again = "transcribes that recording again"
+    doing, measure, tally = "transcribing", "s of audio", TranscriptTally
 
     def __init__(
         self,
@@ -63,7 +92,7 @@ class ResultFolder(Journal[Entry]):
     ) -> None:
         super().__init__(folder, settings, entries, tree=bool(settings.get("keep_tree")), **how)
         self.formats, self.layout = formats, layout
-        self._languages = not settings.get("language")  # entries' own count
+        self.language = settings.get("language")  # without it, entries' own count
         self._known_names: dict[str, str] = {}
         self._names: dict[str, str] = {}
         self._order = {entry.id: index for index, entry in enumerate(entries)}
@@ -95,7 +124,7 @@ class ResultFolder(Journal[Entry]):
     def differing(self, item: Entry, line: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
         """Differences in path, part or language; see `Journal.differing`."""
         now, names = self.known(item), ["audio", "offset", "duration"]
-        if self._languages and item.language and line.get("language"):
+        if not self.language and item.language and line.get("language"):
             now["language"] = language_code(item.language)
             names.append("language")
         return [(n, line.get(n), now.get(n)) for n in names if line.get(n) != now.get(n)]
@@ -118,15 +147,29 @@ class ResultFolder(Journal[Entry]):
                     self._names[entry.id] = names.new(entry.id, entry.folder)
         return self._names[source]
 
-    def source(self, entry: Entry, language: str | None) -> Source:
+    def decode(
+        self, model: Transcriber, unit: Unit[Entry], meter: Callable[[float], None]
+    ) -> Iterator[Transcript | Failure]:
+        """Transcribes the recordings of a unit; see `Journal.decode`."""
+        sources = [self.source(entry) for entry in unit.items]
+        return model.stream(sources, meter, watch=self.watch, batch_size=unit.batch_size)
+
+    def sizes(self, items: Sequence[Entry]) -> Sequence[float]:
+        """Seconds of audio, if known for all, else bytes."""
+        return sizes(items)
+
+    def id_of_result(self, result: Transcript | Failure) -> str:
+        """The name of the recording."""
+        return result.source
+
+    def source(self, entry: Entry) -> Source:
         """A recording whose state is recorded before it is read, and whose reading is noted.
 
         Args:
             entry: The recording. One that crashed an earlier run is first read by another process.
-            language: Language of all recordings, if set.
         """
         problem = entry.problem or self.batches.problem(entry.id)
-        source = opened(dataclasses.replace(entry, problem=problem), language)
+        source = opened(dataclasses.replace(entry, problem=problem), self.language)
         path, hint = entry.audio or "", "convert it with ffmpeg"
         return self.noting(watched(source, self.reading, path, READ, hint), self.inputs(entry))
 
