@@ -200,7 +200,9 @@ class Way:
 
 @dataclass(frozen=True, kw_only=True)
 class Errors(Estimate):
-    """Word error rate of one way of decoding, a fraction, next to that of undrafted float32.
+    """Word error rate of one way of decoding, next to that of undrafted float32.
+
+    The rate is a fraction; its interval is by bootstrap over recordings.
 
     Attributes:
         more: ``value`` minus the rate of undrafted float32.
