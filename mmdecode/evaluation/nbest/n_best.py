@@ -1,4 +1,4 @@
-"""Oracle word error rates of N-best lists, and changes of the first hypotheses.
+"""Oracle word error rates of N-best lists.
 
 For utterances u with reference r_u and hypotheses h, and the edit distance ED in words (Chen et
 al., 2023, arXiv:2309.15701):
@@ -182,45 +182,3 @@ def with_references(lists: Sequence[NBestList], entries: Sequence[Entry]) -> lis
             )
         found.append(replace(one, reference=text))
     return found
-
-
-def changes(
-    lists: Sequence[NBestList],
-    counts: ListCounts,
-    texts: Sequence[str],
-    alignments: Sequence[Sequence[Step]],
-    aligner: Aligner,
-) -> dict[str, int]:
-    """Compares texts with the first hypotheses of their lists.
-
-    Args:
-        lists: Lists with references.
-        counts: Counts of the lists.
-        texts: Text that replaces the first hypothesis of each list.
-        alignments: Alignments of the references with ``texts``.
-        aligner: Aligner that made the alignments.
-
-    Returns:
-        Numbers of lists with fewer, equally many and more errors (``improved``, ``unchanged``,
-        ``worse``), and of those whose normalised text changed (``edited``); numbers of words that
-        are in no hypothesis of their list (``new_words``), and of those that are right
-        (``new_words_right``).
-    """
-    before = counts.first[:, 2:5].sum(1)
-    after = np.array([errors_in(steps) for steps in alignments])
-    new = [
-        step.kind
-        for steps, present in zip(alignments, counts.present, strict=True)
-        for step in steps
-        for word in step.hypothesis.split()
-        if word not in present
-    ]
-    pairs = zip(lists, texts, strict=True)
-    return {
-        "improved": int((after < before).sum()),
-        "unchanged": int((after == before).sum()),
-        "worse": int((after > before).sum()),
-        "edited": sum(aligner.normal(one.best) != aligner.normal(text) for one, text in pairs),
-        "new_words": len(new),
-        "new_words_right": new.count("equal"),
-    }

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mmdecode.evaluation.nbest.methods import FIRST, Output, Parts
-from mmdecode.evaluation.nbest.n_best import Aligner, changes, count_lists, reference_of
+from mmdecode.evaluation.nbest.n_best import Aligner, count_lists, reference_of
 from mmdecode.evaluation.report.examples import Example, Examples
 from mmdecode.evaluation.report.layout import Rows, between, percent, without_empty
 from mmdecode.evaluation.report.report import Report
@@ -111,12 +111,34 @@ class NBestReport(Report):
         }
 
     def _method(self, mode: str) -> dict[str, Any]:
+        """Errors of a method, and what it changed in the first hypotheses.
+
+        Lists have fewer, equally many or more errors than before (``improved``, ``unchanged``,
+        ``worse``), or another normalised text (``edited``); new words are in no hypothesis of their
+        list (``new_words``), and may be right (``new_words_right``).
+        """
         names = ("wer", "wer_low", "wer_high", "words", "heard_words", *ERRORS)
         found = {name: self.words.summary["modes"][mode][name] for name in names}
-        found["errors"] = sum(found[name] for name in ERRORS)
-        alignments = self.words.alignments[mode]
-        made = changes(self.parts.test, self.counts, self.texts[mode], alignments, self.aligner)
-        return found | made
+        before = self.counts.first[:, 2:5].sum(1)
+        after = self.words.counts[mode][:, 2:5].sum(1)
+        new = [
+            step.kind
+            for steps, present in zip(self.words.alignments[mode], self.counts.present, strict=True)
+            for step in steps
+            for word in step.hypothesis.split()
+            if word not in present
+        ]
+        normal = self.aligner.normal
+        pairs = zip(self.parts.test, self.texts[mode], strict=True)
+        return found | {
+            "errors": sum(found[name] for name in ERRORS),
+            "improved": int((after < before).sum()),
+            "unchanged": int((after == before).sum()),
+            "worse": int((after > before).sum()),
+            "edited": sum(normal(one.best) != normal(text) for one, text in pairs),
+            "new_words": len(new),
+            "new_words_right": new.count("equal"),
+        }
 
     def _oracles(self) -> dict[str, dict[str, float]]:
         """Errors and rates of the oracles o_nb and o_cp (see `n_best`), with intervals."""

@@ -33,6 +33,7 @@ from mmdecode.engine.encoding import grouped
 from mmdecode.errors import MMDecodeError, one_line
 from mmdecode.evaluation.speed.draft_speed import AGAIN, PLAIN, reason_of
 from mmdecode.evaluation.speed.stopwatch import Cost, timed, turn
+from mmdecode.evaluation.stats.intervals import Estimate
 from mmdecode.quantization.models import weight_bytes
 
 if TYPE_CHECKING:
@@ -198,20 +199,17 @@ class Way:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Errors:
+class Errors(Estimate):
     """Word error rate of one way of decoding, next to that of undrafted float32.
 
+    The rate is a fraction; its interval is by bootstrap over recordings.
+
     Attributes:
-        value: Word error rate, as a fraction.
-        low, high: 95 % interval of ``value``, by bootstrap over recordings.
         more: ``value`` minus the rate of undrafted float32.
         more_low, more_high: 95 % interval of ``more``, by a bootstrap that draws the same
             recordings for both.
     """
 
-    value: float
-    low: float
-    high: float
     more: float
     more_low: float
     more_high: float
