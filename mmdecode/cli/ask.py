@@ -86,6 +86,8 @@ def command(
 
       mmdecode ask --data questions.jsonl --model llava-1.5-7b --out answers --resume
 
+      accelerate launch -m mmdecode ask --data questions.jsonl --model llava-1.5-7b --out answers
+
     Options:
         paths: Images, videos, or folders to search for images.
         questions (--question, -q): Question to ask about each image; repeatable.

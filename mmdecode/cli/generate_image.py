@@ -83,6 +83,8 @@ def command(
 
       mmdecode generate-image --model deepseek-community/Janus-Pro-1B --prompts prompts.txt --resume
 
+      accelerate launch -m mmdecode generate-image --class ring -n 1000 --out rings
+
       mmdecode generate-image --class star --start ring.png --keep-rows 8
 
     Options:

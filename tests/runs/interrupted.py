@@ -269,7 +269,7 @@ def answers_of(given, kills, log):
         Answerer.from_pretrained = load
         command = ["ask", "--data", table, "--images", given.folder, "--device", "cpu"]
         command += ["--model", "zoo:llava-scenes", "--max-new-tokens", 3, "--batch-size", 2]
-        yield series(command, count, given.folder / name, log, code, (1,))
+        yield series(command, count, given.folder / name, log, code)
 
 
 def images(given, kills, log):
@@ -279,9 +279,9 @@ def images(given, kills, log):
     with_model = max(1, kills // 5)
     command = ["generate-image", "--class-id", 0, "--model", given.image_model, "--device", "cpu"]
     base = [*command, "--batch-size", 2, "-n"]
-    yield series([*base, 24], with_model, given.folder / "drawn", log, 0, (1,))
+    yield series([*base, 24], with_model, given.folder / "drawn", log, 0)
     loaded.images = Instant().images
-    yield series([*base, given.items], kills - with_model, given.folder / "many", log, 1, (1,))
+    yield series([*base, given.items], kills - with_model, given.folder / "many", log, 1)
 
 
 def main():
