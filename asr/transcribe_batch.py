@@ -4,7 +4,7 @@
     python asr/transcribe_batch.py tests/data/speech texts --draft lookup --resume
 
 Writes a text file and subtitles for each recording, and a line of ``results.jsonl`` with all about
-it; prints the texts, the number of tokens and the time. Some seconds on two CPU cores. The
+it; prints the texts, the decoder's tokens per pass and the time. Some seconds on two CPU cores. The
 draft changes no text (``mmdecode bench asr`` measures what it saves). The clips are real speech,
 which ``zoo:whisper-synth`` was not trained on, so the words are not to be expected;
 ``--model moonshine:tiny-en`` knows them, where it is installed. Recordings that cannot be read are
@@ -59,7 +59,9 @@ def main():
             print(f"failed: {line['error']}")
         else:
             print(f"{Path(line['source']).name} ({line['duration_s']:.1f} s): {line['text']}")
-    print(tally.counted("transcribed") + tally.speed())
+    print(f"{tally.audio_s:.1f} s of audio in {tally.wall_s:.1f} s")
+    if tally.stats:  # not if all was done before
+        print(f"{tally.stats['acceptance_length']:.2f} tokens per row and pass")
     raise SystemExit(1 if tally.failures else 0)
 
 

@@ -58,7 +58,8 @@ def main():
         ImageGenerator.from_pretrained, **load, batch=args.batch_size, device=args.device
     )
     tally = run(folder, loaded, items_of=requests)
-    for _, line in read_rows(args.folder / RESULTS):
+    lines = [line for _, line in read_rows(args.folder / RESULTS)]
+    for line in sorted(lines, key=lambda line: "error" in line):  # failures last
         what = line["label"] or line["condition"]
         if "error" in line:
             print(f"failed: {what}: {line['error']}")
