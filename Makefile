@@ -48,6 +48,11 @@ $(VENV)/.moonshine: constraints.txt | $(PY)
 	  "going on without moonshine:tiny-en, which could not be installed; to see why:" \
 	  "$(PY) -m pip install --no-deps -c constraints.txt moonshine-voice" >&2
 
+# Ray, 100 MB with Arrow, for the tests of --engine ray: whoever cannot have it goes on without
+$(VENV)/.scale: pyproject.toml constraints.txt | $(VENV)/.installed
+	@$(PIP) --retries 0 --timeout 10 'ray[data]>=2.60' pyarrow && touch $@ || echo \
+	  "going on without Ray, whose tests are skipped" >&2
+
 demo:
 	@test -e $(VENV)/.installed || $(MAKE) --no-print-directory $(VENV)/.demo
 	@$(MAKE) --no-print-directory $(VENV)/.moonshine
@@ -57,7 +62,7 @@ demo:
 test: $(VENV)/.installed $(VENV)/.moonshine
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
 
-test-all: $(VENV)/.installed $(VENV)/.moonshine
+test-all: $(VENV)/.installed $(VENV)/.moonshine $(VENV)/.scale
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile -m "not gpu"
 	$(MAKE) --no-print-directory test-oldest
 

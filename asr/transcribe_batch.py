@@ -22,6 +22,7 @@ from mmdecode.asr import FALLBACK, TranscribeOptions, Transcriber
 from mmdecode.asr.output.inputs import gathered
 from mmdecode.asr.output.jobs import ResultFolder
 from mmdecode.errors import run_script
+from mmdecode.runs.distributed import shard_of
 from mmdecode.runs.journal import RESULTS
 from mmdecode.runs.tables import read_rows
 from mmdecode.runs.work import run
@@ -39,6 +40,7 @@ def parse_args():
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--fallback", action="store_true", help="Whisper's temperatures")
     parser.add_argument("--resume", action="store_true", help="continue the run in OUT")
+    parser.add_argument("--engine", default="local", help="local, processes or ray")
     parser.add_argument("--device")
     parser.add_argument("--overwrite", action="store_true", help="replace files of other programs")
     return parser.parse_args()
@@ -53,7 +55,8 @@ def main():
     how = {name: getattr(args, name) for name in ("batch_size", "resume", "overwrite")}
     load = partial(Transcriber.from_pretrained, **load, device=args.device, **options)
     with gathered([args.folder]) as entries:
-        tally = run(ResultFolder(args.out, settings, entries, FORMATS, **how), load)
+        folder = ResultFolder(args.out, settings, entries, FORMATS, **how)
+        tally = run(folder, load, engine=args.engine, shard=shard_of(None))
     for _, line in read_rows(args.out / RESULTS):
         if "error" in line:
             print(f"failed: {line['error']}")
@@ -62,7 +65,7 @@ def main():
     print(f"{tally.audio_s:.1f} s of audio in {tally.wall_s:.1f} s")
     if tally.stats:  # not if all was done before
         print(f"{tally.stats['acceptance_length']:.2f} tokens per row and pass")
-    raise SystemExit(1 if tally.failures else 0)
+    raise SystemExit(0 if tally.fine else 1)
 
 
 if __name__ == "__main__":

@@ -63,6 +63,10 @@ class InputError(MMDecodeError, ValueError):
     """An audio file, an image or a text cannot be read or used."""
 
 
+class CrashError(InputError):
+    """An input ended the process that read or decoded it, again and again."""
+
+
 class UnsupportedModelError(MMDecodeError, TypeError):
     """The model has no adapter, or a method cannot work with it."""
 

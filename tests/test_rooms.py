@@ -38,7 +38,7 @@ LONGER = {
     "evaluation/audit/audit.py": 583,
     "evaluation/speech/word_report.py": 546,
     "models/llamagen.py": 559,
-    "runs/files.py": 587,
+    "runs/files.py": 585,
     "testing/checks.py": 608,
     "train/drafters/recipes.py": 749,
     "train/zoo/llava_scenes.py": 591,

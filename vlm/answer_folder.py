@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from mmdecode.errors import run_script
+from mmdecode.runs.distributed import shard_of
 from mmdecode.runs.inputs import find_files
 from mmdecode.runs.journal import RESULTS
 from mmdecode.runs.tables import read_rows
@@ -37,6 +38,7 @@ def parse_args():
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--resume", action="store_true", help="continue the run in OUT")
+    parser.add_argument("--engine", default="local", help="local, processes or ray")
     parser.add_argument("--device")
     parser.add_argument("--overwrite", action="store_true", help="replace files of other programs")
     return parser.parse_args()
@@ -48,7 +50,8 @@ def answered(out, requests, guide, args):
     options = {"max_new_tokens": args.max_new_tokens}
     how = {name: getattr(args, name) for name in ("batch_size", "resume", "overwrite")}
     folder = AnswerFolder(out, load | options, requests, options, **how)
-    run(folder, partial(Answerer.from_pretrained, **load, device=args.device))
+    loaded = partial(Answerer.from_pretrained, **load, device=args.device)
+    run(folder, loaded, engine=args.engine, shard=shard_of(None))
     return {row["id"]: row for _, row in read_rows(out / RESULTS)}
 
 

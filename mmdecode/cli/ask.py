@@ -18,7 +18,8 @@ from mmdecode.cli import flags
 from mmdecode.cli.output import JsonFlag, emit_json
 from mmdecode.errors import InputError, OptionError
 from mmdecode.runs.console import console, out, print_line, warnings_shown, without_other_bars
-from mmdecode.runs.distributed import Team
+from mmdecode.runs.distributed import local_device
+from mmdecode.runs.engines import TIME_LIMIT_S
 from mmdecode.runs.inputs import find_files
 from mmdecode.runs.items import Failed, Watch, tried
 from mmdecode.runs.work import Tally, run
@@ -60,6 +61,12 @@ def command(
     temperature: float = 1.0,
     top_p: float = 1.0,
     top_k: flags.AtLeast0 = 0,
+    engine: flags.EngineName = "local",
+    workers: flags.Workers = None,
+    shard: flags.Share = None,
+    time_limit_s: flags.Seconds = TIME_LIMIT_S,
+    gpus: flags.GPUs = None,
+    cpus: flags.CPUs = 1,
     device: str = "auto",
     device_map: str | None = None,
     dtype: str = "auto",
@@ -129,9 +136,10 @@ def command(
     without_other_bars()
     load: dict[str, Any] = {"model_id": model}
     load |= flags.picked(given, "draft guide accept dtype seed", later="quantize")
-    team = Team(device)
-    team.refuse_alone(output)
-    loaded = partial(Answerer.from_pretrained, **load, device=team.device, device_map=device_map)
+    work = flags.work_of(given)
+    loaded = partial(
+        Answerer.from_pretrained, **load, device=local_device(device), device_map=device_map
+    )
     if chat:
         answerer = loaded()
         with warnings_shown("default"):  # every turn reads all images again
@@ -162,11 +170,9 @@ def command(
                 **flags.picked(given, "batch_size resume overwrite"),
                 command=sys.argv[1:],
             )
-            tally = run(folder, loaded, keep=output is None, temporary=output is None, team=team)
-    if team.leads:
-        _report(tally, output, None if stream else show, json)
-    team.leave()
-    if team.leads and tally.failures:
+            tally = run(folder, loaded, keep=not output, temporary=not output, **work)
+    _report(tally, output, None if stream else show, json)
+    if not tally.fine:
         raise typer.Exit(1)
 
 

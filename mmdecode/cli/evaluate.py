@@ -15,6 +15,7 @@ from mmdecode.cli.output import JsonFlag, emit_json, show_tables
 from mmdecode.cli.shared import Group, completed
 from mmdecode.evaluation.task import TASKS, Run, Task, task_of
 from mmdecode.runs.console import console, only_our_output, print_line, progress_bar, warnings_shown
+from mmdecode.runs.engines import LOCAL
 from mmdecode.runs.work import resumable
 
 if TYPE_CHECKING:
@@ -47,6 +48,11 @@ KINDS: dict[Any, str] = {
     Annotated[float, typer.Option(min=1)]: "seconds",
     Annotated[float, typer.Option(min=0, max=1)]: "train_share dev_share",
     Literal["silence", "zeros", "auto"]: "padding",
+    flags.EngineName: "engine",
+    flags.Workers: "workers",
+    flags.Seconds: "time_limit_s",
+    flags.GPUs: "gpus",
+    flags.CPUs: "cpus",
 }
 """Options by their type, one vocabulary over all tasks."""
 
@@ -191,7 +197,7 @@ def _evaluate(task: Task, context: typer.Context, given: dict[str, Any]) -> None
         flags.refuse_without(needed, names, context)
     only_our_output()
     with warnings_shown("default"):
-        run, report, files = run_task(task, given, partial(_record, given.get("output")))
+        run, report, files = run_task(task, given, partial(_record, given))
     failures = report.failures()
     if given.get("json"):
         left_out = [{"error": problem} for problem in run.left_out]
@@ -203,17 +209,20 @@ def _evaluate(task: Task, context: typer.Context, given: dict[str, Any]) -> None
         raise typer.Exit(1)
 
 
-def _record(output: Path | None, run: Run, journal: RowJournal[Any] | None) -> list[Any]:
+def _record(given: Mapping[str, Any], run: Run, journal: RowJournal[Any] | None) -> list[Any]:
     """Computes the rows of a run, with a bar."""
     assert run.record is not None
+    output = given.get("output")
 
     def done() -> int:
         return sum(row.error is None for row in journal.rows.values()) if journal else 0
 
+    if journal and journal.changed:
+        text = f"{len(journal.changed)} changed since and done again"
+        print_line(text, console, "yellow")
+    if given.get("engine", LOCAL) != LOCAL:  # which has a bar of its own
+        return run.record(journal, lambda row: None)
     with resumable(output, lambda: (done(), run.total)), progress_bar() as bar:
-        if journal and journal.changed:
-            text = f"{len(journal.changed)} changed since and done again"
-            print_line(text, console, "yellow")
         task = bar.add_task(run.doing, total=run.total, completed=done())
         return run.record(journal, lambda row: bar.advance(task))
 

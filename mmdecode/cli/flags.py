@@ -19,6 +19,8 @@ import typer
 from mmdecode.checkpoints import default_recogniser
 from mmdecode.errors import MMDecodeError, OptionError
 from mmdecode.model_names import REAL, SYNTHETIC
+from mmdecode.runs.distributed import shard_of
+from mmdecode.runs.engines import LOCAL, Engine
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 ENTRY = re.compile(r"^ {4}(\w+)(?: \((.+?)\))?: (.+(?:\n {5,}.+)*)", re.MULTILINE)
@@ -39,6 +41,12 @@ VOCABULARY = entries("""
         sequential, or a JSON file of modules and devices.
     dtype: auto, fp32, fp16 or bf16. On CUDA auto is fp16 for a checkpoint in fp16, else bf16,
         or fp16 on GPUs without bf16; on a CPU and for zoo models auto is fp32.
+    cpus (--cpus-per-worker): With --engine ray: CPUs of a worker.
+    engine: local: this process decodes; processes: --workers processes of this machine do; ray:
+        workers of a Ray cluster do, or of this machine if RAY_ADDRESS names none (extra scale).
+        A worker that ends is replaced. Results are the same.
+    gpus (--gpus-per-worker): With --engine ray: GPUs of a worker; a fraction lets workers share
+        one and its memory. [default: 1 if the cluster has GPUs]
     epochs: Passes over the samples.
     guide: Guide, which changes the distribution, as name or name:key=value,...; see 'mmdecode
         methods guide'.
@@ -55,11 +63,17 @@ VOCABULARY = entries("""
         model.
     rate: Highest learning rate.
     resume: Continue the run in --out, with the same settings.
+    shard: INDEX/COUNT: decode only this share of the work, such as 2/8; the process that ends last
+        merges the results. [default: what accelerate, torchrun or a SLURM array says, or 1/1]
     seed: Seed of all random choices.
     steps: Maximum number of steps.
     task: transcribe or translate.
+    time_limit_s (--time-limit): Seconds without progress after which a worker is ended, and what
+        it was decoding is tried again, item by item.
     timestamps (--timestamps/--no-timestamps): Let the model predict times.
     vad: Skip audio without speech; needs the extra vad.
+    workers: Number of workers; with --engine ray also MIN:MAX. [default: one per GPU of this
+        machine, or two]
 """)
 """Flags and help of options that several commands have."""
 
@@ -157,6 +171,32 @@ def picked(given: Mapping[str, Any], names: str, later: str = "") -> dict[str, A
     return found | {name: given[name] for name in later.split() if given[name] is not None}
 
 
+def work_of(given: Mapping[str, Any], stdin: bool = False) -> dict[str, Any]:
+    """Returns how the work is distributed, for `mmdecode.runs.work.run`.
+
+    Args:
+        given: All arguments of a command.
+        stdin: Whether standard input is read.
+
+    Raises:
+        OptionError: An option is not valid, or several processes would read standard input.
+    """
+    engine = engine_of(given)
+    shard = shard_of(given["shard"])
+    if stdin and (shard or engine.name != LOCAL):
+        raise OptionError("several processes cannot read standard input; give a file for '-'")
+    return {"engine": engine, "shard": shard}
+
+
+def engine_of(given: Mapping[str, Any]) -> Engine:
+    """Returns the engine that a command is given, see `mmdecode.runs.engines`.
+
+    Raises:
+        OptionError: An option is not valid.
+    """
+    return Engine(given["engine"], **picked(given, "workers time_limit_s gpus cpus"))
+
+
 def model_option(what: str, example: str, **how: Any) -> Any:
     """Returns an option that names a model.
 
@@ -172,6 +212,7 @@ def model_option(what: str, example: str, **how: Any) -> Any:
 Texts = list[str] | None
 AtLeast0 = Annotated[int, typer.Option(min=0)]
 AtLeast1 = Annotated[int, typer.Option(min=1)]
+Seconds = Annotated[float, typer.Option(min=1, metavar="SECONDS")]
 Limit = Annotated[int | None, typer.Option(min=1)]
 Recogniser = Annotated[
     str,
@@ -182,6 +223,11 @@ Recogniser = Annotated[
         show_default=f"{REAL} if it is installed, else {SYNTHETIC}, which knows 489 words",
     ),
 ]
+EngineName = Literal["local", "processes", "ray"]
+Workers = Annotated[str | None, typer.Option(metavar="N")]
+Share = Annotated[str | None, typer.Option(metavar="INDEX/COUNT")]
+GPUs = Annotated[float | None, typer.Option(min=0)]
+CPUs = Annotated[float, typer.Option(min=0.1)]
 NoiseBy = Literal["request", "image"]
 Bytes = Annotated[int, typer.Option(min=0, metavar="BYTES")]
 Rounding = Literal["int8", "fp8"] | None

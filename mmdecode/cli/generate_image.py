@@ -17,7 +17,8 @@ from mmdecode.cli import flags
 from mmdecode.cli.output import JsonFlag, emit_json
 from mmdecode.errors import InputError, MMDecodeError, OptionError
 from mmdecode.runs.console import console, print_line, warnings_shown
-from mmdecode.runs.distributed import Team
+from mmdecode.runs.distributed import local_device
+from mmdecode.runs.engines import TIME_LIMIT_S
 from mmdecode.runs.work import Tally, run
 
 if TYPE_CHECKING:
@@ -64,6 +65,12 @@ def command(
     output: Path = FOLDER,
     resume: bool = False,
     overwrite: bool = False,
+    engine: flags.EngineName = "local",
+    workers: flags.Workers = None,
+    shard: flags.Share = None,
+    time_limit_s: flags.Seconds = TIME_LIMIT_S,
+    gpus: flags.GPUs = None,
+    cpus: flags.CPUs = 1,
     device: str = "auto",
     dtype: str = "auto",
     quantize: flags.Rounding = None,
@@ -159,17 +166,17 @@ def command(
             raise InputError(f"{wrong[0]['error']}; no line of the file is valid")
         return generator.requests(asked, n)
 
-    team = Team(device)
-    loaded = partial(ImageGenerator.from_pretrained, **load, batch=batch_size, device=team.device)
+    work = flags.work_of(given)
+    loaded = partial(
+        ImageGenerator.from_pretrained, **load, batch=batch_size, device=local_device(device)
+    )
     with warnings_shown("always"):
-        tally = run(folder, loaded, items_of=requests, keep=True, team=team)
+        tally = run(folder, loaded, items_of=requests, keep=True, **work)
     tally.failures = dict(enumerate([*wrong, *tally.failures.values()]))
-    if team.leads:
-        # all images of a call have one start
-        guarantee = next((line["law"] for line in tally.results.values()), guarantee)
-        _report(tally, guarantee, output, json)
-    team.leave()
-    if team.leads and tally.failures:
+    # all images of a call have one start
+    guarantee = next((line["law"] for line in tally.results.values()), guarantee)
+    _report(tally, guarantee, output, json)
+    if not tally.fine:
         raise typer.Exit(1)
 
 

@@ -44,7 +44,7 @@ def command(
     """
     from mmdecode.runs.status import status_of
 
-    found = status_of(folder)
+    found = status_of(folder, lines=table is not None)
     if retry:
         if not found.command:
             raise OptionError(f"{folder} does not say which command wrote it; run it with --resume")
@@ -54,12 +54,12 @@ def command(
         done = subprocess.run([sys.executable, "-m", "mmdecode", *words], cwd=found.folder)
         raise typer.Exit(done.returncode)
     if table is not None:
-        write_table(table, list(found.lines.values()))
-    done_count, failed = len(found.lines) - len(found.failed), found.failed
+        write_table(table, found.lines)
+    failed = found.failed
     if json:
         emit_json(
             {
-                "done": done_count,
+                "done": found.done,
                 "failed": [{"id": name, "error": error} for name, error in failed.items()],
                 "causes": dict(found.causes),
                 "missing": found.missing,
@@ -68,7 +68,7 @@ def command(
             }
         )
     else:
-        print_line(f"{done_count} done, {len(failed)} failed, {len(found.missing)} missing")
+        print_line(f"{found.done} done, {len(failed)} failed, {len(found.missing)} missing")
         if found.causes:
             show_tables([[{"cause": k, "items": str(n)} for k, n in found.causes.items()]])
         for name, error in list(failed.items())[:SHOWN]:

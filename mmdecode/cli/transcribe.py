@@ -19,7 +19,8 @@ from mmdecode.cli import flags
 from mmdecode.cli.output import JsonFlag, emit_json
 from mmdecode.errors import OptionError
 from mmdecode.runs.console import console, out, print_line, warnings_shown
-from mmdecode.runs.distributed import Team
+from mmdecode.runs.distributed import local_device
+from mmdecode.runs.engines import TIME_LIMIT_S
 from mmdecode.runs.files import explained, refuse_foreign, write_file
 from mmdecode.runs.tables import read_rows
 from mmdecode.runs.work import run
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 PANELS = {
     "Options": "model out_dir formats draft language task word_timestamps batch_size resume device",
+    "Several processes": "engine workers shard time_limit_s gpus cpus",
     "Input": "files_from data limit allow_truncated",
     "Output": "keep_tree report max_line_width max_line_count max_reading_speed overwrite json",
     "Decoding": "guide accept dtype quantize timestamps temperature beams n_best n_best_method "
@@ -96,6 +98,12 @@ def command(
     word_timestamps: bool = False,
     word_method: str | None = None,
     padding: str = "auto",
+    engine: flags.EngineName = "local",
+    workers: flags.Workers = None,
+    shard: flags.Share = None,
+    time_limit_s: flags.Seconds = TIME_LIMIT_S,
+    gpus: flags.GPUs = None,
+    cpus: flags.CPUs = 1,
     device: str = "auto",
     dtype: str = "auto",
     quantize: flags.Rounding = None,
@@ -219,8 +227,7 @@ def command(
             "--resume does not work with '-', since standard input may be another recording than "
             "in the earlier run; give a file"
         )
-    team = Team(device)
-    team.refuse_alone(None if uses_stdin else out_dir)
+    how = flags.work_of(given, uses_stdin)
     layout = Layout(
         max_line_width=max_line_width or None,
         max_line_count=max_line_count,
@@ -233,7 +240,7 @@ def command(
         entries = stack.enter_context(gathered(paths or (), files_from, data, limit, keep_tree))
         load = functools.partial(
             Transcriber.from_pretrained,
-            *(model, draft, guide, accept, team.device, dtype, quantize, seed, correct),
+            *(model, draft, guide, accept, local_device(device), dtype, quantize, seed, correct),
             **options,
         )
         target = out_dir or Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -242,17 +249,15 @@ def command(
             **flags.picked(given, "batch_size resume overwrite"),
             command=sys.argv[1:],
         )
-        done = run(folder, load, keep=not kept, temporary=not kept, team=team)
+        done = run(folder, load, keep=not kept, temporary=not kept, **how)
         tally = cast("TranscriptTally", done)
-        if report is not None and team.leads:
+        if report is not None:
             page = _page(entries, folder.path, settings)
             with explained(report):
                 # names of files need not be UTF-8
                 write_file(report, page.encode("utf-8", "backslashreplace"), overwrite)
-    if team.leads:
-        _report(tally, out_dir, settings, several=len(entries) > 1, as_json=json)
-    team.leave()
-    if team.leads and tally.failures:
+    _report(tally, out_dir, settings, several=len(entries) > 1, as_json=json)
+    if not tally.fine:
         raise typer.Exit(1)
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmdecode.errors import OptionError, UnknownNameError
 from mmdecode.evaluation.report.plots import drawable
-from mmdecode.evaluation.task import Run, Task, task_of
+from mmdecode.evaluation.task import ENGINE, Run, Task, task_of
 from mmdecode.runs.console import console, print_line
+from mmdecode.runs.engines import LOCAL, Engine
 from mmdecode.runs.files import claimed
 from mmdecode.runs.rows import RowJournal, refuse_taken
 
@@ -40,7 +42,8 @@ def evaluate(
         progress: Called with each new row.
         **options: Options of the task, see `Task.options`; the command line has the same ones.
             With ``output``, rows and report are written to that folder, and ``resume=True`` goes
-            on with the rows that are there.
+            on with the rows that are there. With ``engine="processes"``, workers compute the rows,
+            while this process keeps the model for the report.
 
     Raises:
         UnknownNameError: There is no task of that name, or the task has no such option.
@@ -79,6 +82,21 @@ def refuse(task: Task, given: Mapping[str, Any]) -> None:
     task.refuse(given)
     if given["resume"] and given.get("output") is None:
         raise OptionError("--resume continues what a run wrote to --out; give that folder")
+    if any(given.get(name, default) != default for name, default in ENGINE.items()):
+        engine = engine_of(given)
+        if engine.name != LOCAL and given.get("output") is None and task.decodes(given):
+            raise OptionError(f"--engine {engine.name} writes rows to a folder; give --out")
+
+
+def engine_of(given: Mapping[str, Any]) -> Engine:
+    """Returns the engine that the options of a task describe.
+
+    Raises:
+        OptionError: An option is not valid.
+        UnknownNameError: There is no engine of that name.
+    """
+    asked = {name: given.get(name, default) for name, default in ENGINE.items()}
+    return Engine(asked.pop("engine"), **asked)
 
 
 def run_task(
@@ -113,11 +131,35 @@ def run_task(
             assert run.journal is not None
             journal = run.journal(output, resume, overwrite) if output else None
             with contextlib.closing(journal) if journal else contextlib.nullcontext():
+                if journal:
+                    run = _shared(task, given, run, journal)
+                run.begin()
                 rows = record(run, journal)
         report = run.report(rows)
         if own and folder and (folder / "summary.json").exists():
             print_line(f"replacing the report in {folder}; its rows stay", console)
         return run, report, report.save(folder, overwrite) if folder else []
+
+
+def _shared(task: Task, given: Mapping[str, Any], run: Run, journal: RowJournal[Any]) -> Run:
+    """A run whose rows workers compute, if they are asked for; takes over what they have written.
+
+    Raises:
+        OptionError: Workers cannot share the run.
+    """
+    from mmdecode.evaluation.by_workers import FOLDER, SharedRun, loader
+
+    name = given.get("engine", LOCAL)
+    if name != LOCAL and run.total and not run.items:
+        raise OptionError(f"workers cannot share {task.name}, whose run has no items")
+    if not run.items or (name == LOCAL and not (journal.folder / FOLDER).exists()):
+        return run
+    shared = SharedRun(run, journal, given.get("batch_size", 1), given["resume"])
+    shared.take_over(go_on=name != LOCAL)
+    if name == LOCAL:
+        return run
+    load, engine = loader(task, given), engine_of(given)
+    return replace(run, record=lambda _, progress: shared.record(load, engine, progress))
 
 
 def _as_option(name: str, value: Any) -> Any:

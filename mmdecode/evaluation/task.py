@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import dataclasses
 import importlib.metadata
 import json
 import pkgutil
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmdecode.errors import InputError, MMDecodeError, OptionError, UnknownNameError
+from mmdecode.runs.engines import LOCAL, TIME_LIMIT_S
 from mmdecode.runs.files import RUN
 
 if TYPE_CHECKING:
@@ -43,6 +45,14 @@ TASKS = {
 """Built-in tasks by name, as ``module:NAME``."""
 RUNNING = ("output", "overwrite", "rescore")
 """Options that neither decode nor score."""
+ENGINE: dict[str, Any] = {
+    "engine": LOCAL,
+    "workers": None,
+    "time_limit_s": TIME_LIMIT_S,
+    "gpus": None,
+    "cpus": 1,
+}
+"""Options of every task that decodes: where it does, see `mmdecode.runs.engines.Engine`."""
 GROUP = "mmdecode.tasks"
 """Group of entry points of other packages' tasks."""
 
@@ -55,7 +65,15 @@ class Run:
         report: Makes the report of the rows.
         rows: Rows that are known; ``None``: `record` computes them.
         record: Computes the rows; takes the journal, or ``None``, and a function that is called
-            with each new row. A row has an ``error``, which is ``None`` if it succeeded.
+            with each new row. A row has an ``error``, which is ``None`` if it succeeded. The
+            keyword ``items`` names a part of the items, whose rows it computes, mode by mode and
+            in each mode in the order of the items; the keyword ``noted`` is a function that
+            records the names of items being decoded, see `mmdecode.runs.items.Watch`.
+        begin: Called before the first item is decoded, by one process.
+        items: The items to decode, each to the same number of rows; empty: workers cannot share
+            them.
+        name: Returns the name of an item, which no other item has.
+        failed: Returns the rows of an item, mode by mode, for an error message.
         journal: Opens the file of rows; takes the folder, and whether to resume and to overwrite.
         total: Number of rows.
         doing: Label of the progress bar.
@@ -66,7 +84,11 @@ class Run:
 
     report: Callable[[list[Any]], Report]
     rows: list[Any] | None = None
-    record: Callable[[RowJournal[Any] | None, Callable[[Any], None]], list[Any]] | None = None
+    record: Callable[..., list[Any]] | None = None
+    begin: Callable[[], None] = lambda: None
+    items: Sequence[Any] = ()
+    name: Callable[[Any], str] = lambda item: str(item.id)
+    failed: Callable[[Any, str], list[Any]] = lambda item, error: []
     journal: Callable[[Path, bool, bool], RowJournal[Any]] | None = None
     total: int = 0
     doing: str = "decoding"
@@ -88,6 +110,7 @@ class Task(abc.ABC):
         scoring: Names of the options that apply to an earlier run that is scored again, too.
         rows: Name of the file of rows in the output folder.
         failed: How failed items count, for the message.
+        origin: Argument of `task_of` that gives the task; empty: not known.
     """
 
     name: str
@@ -97,6 +120,7 @@ class Task(abc.ABC):
     scoring: Sequence[str] = ("resamples", "seed")
     rows: str = "items.jsonl"
     failed: str = "they count as wrong"
+    origin: str = ""
 
     def refuse(self, given: Mapping[str, Any]) -> None:
         """Refuses options that do not go together, before anything is read.
@@ -167,14 +191,15 @@ def task_of(name: str) -> Task:
     others = {one.name: one for one in importlib.metadata.entry_points(group=GROUP)}
     if name not in others:
         raise UnknownNameError.of("task", name, [*TASKS, *others])
-    return _checked(others[name].load(), f"the entry point {name!r} of {GROUP}")
+    loaded = _checked(others[name].load(), f"the entry point {name!r} of {GROUP}")
+    return dataclasses.replace(loaded, origin=name)
 
 
 def _of_file(path: Path) -> Task:
     """Runs a Python file and returns its ``TASK``."""
     with own_code(f"{path} cannot be run"):
         found = runpy.run_path(str(path))
-    return _checked(found.get("TASK"), str(path))
+    return dataclasses.replace(_checked(found.get("TASK"), str(path)), origin=str(path.absolute()))
 
 
 def _checked(found: Any, where: str) -> Task:

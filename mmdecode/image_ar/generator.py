@@ -439,10 +439,6 @@ class ImageGenerator:
         found = tried(lambda: self._backend.check(condition), _MEMORY_HINT)
         return found.problem if isinstance(found, Failed) else None
 
-    def not_attempted(self, request: ImageRequest, problem: str) -> GeneratedImage:
-        """Returns the result of a request that is not run, with ``problem`` as its error."""
-        return self._failed(request, self.seed, Failed.of(InputError(problem), _MEMORY_HINT))
-
     def _failed(self, request: ImageRequest, seed: int, failed: Failed) -> GeneratedImage:
         return GeneratedImage(**self._asked(request, seed), error=failed.error, kind=failed.kind)
 

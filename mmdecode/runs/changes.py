@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,21 @@ class Inputs:
         """Returns what `reading` recorded for a file; ``None`` if it recorded nothing."""
         return self._read.get(path)
 
+    def any_changed(self, paths: Sequence[str], line: Mapping[str, Any]) -> bool:
+        """Returns whether a file has another content than a line about it says.
+
+        Args:
+            paths: Paths of the files.
+            line: Line with ``size`` and ``digest``, or, of several files, ``sizes`` and
+                ``digests``.
+        """
+        sizes = line.get("sizes", [line.get("size")])
+        digests = line.get("digests", [line.get("digest")])
+        return any(
+            self.changed(path, {"size": size, "digest": digest})
+            for path, size, digest in zip(paths, sizes, digests, strict=False)
+        )
+
     def changed(self, path: str, before: Mapping[str, Any]) -> bool:
         """Returns whether a file's content has changed; false if it vanished or was not recorded.
 
@@ -103,7 +118,16 @@ class Noted(Inputs):
         """Records the content of a file before its first read in this run."""
         path = os.path.abspath(path)
         super().reading(path)
-        content = self.as_read(path)
+        self.note(path, self.as_read(path))
+
+    def note(self, path: str, content: Mapping[str, Any] | None) -> None:
+        """Records the content of a file as another process has read it.
+
+        Args:
+            path: Path of the file.
+            content: Its ``size`` and ``digest``; ``None``: they are not known.
+        """
+        path = os.path.abspath(path)
         if content is not None and content != self._noted.get(path):
             self._noted[path] = content
             with explained(self._contents.parent), open_append(self._contents) as file:

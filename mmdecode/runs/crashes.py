@@ -8,10 +8,12 @@ crashes, the input is reported as failed, like any other unreadable file.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
@@ -38,23 +40,40 @@ class InFlight:
         self.suspects = dict.fromkeys(suspects, 0)
         if isinstance(suspects, Mapping):
             self.suspects |= suspects
-        self._path = path
+        self._path, self._held = path, list[Sequence[str]]()
+        self._lock = threading.RLock()
+        path.parent.mkdir(exist_ok=True)
         self._file = path.open("wb", buffering=0)
         self._note()
 
     @contextmanager
     def reading(self, *names: str) -> Iterator[None]:
-        """Records the name of an input, or names of several, while the context is open."""
-        self._note(*names)
+        """Records the name of an input, or names of several, while the context is open.
+
+        Several contexts may be open, in several threads.
+        """
+        with self._lock:
+            self._held.append(names)
+            self._note()
         try:
             yield
         finally:
+            with self._lock:
+                self._held.remove(names)
+                self._note()
+
+    def add(self, suspects: Mapping[str, int]) -> None:
+        """Adds suspects; of two counts the larger one stays."""
+        with self._lock:
+            for name, count in suspects.items():
+                self.suspects[name] = max(count, self.suspects.get(name, 0))
             self._note()
 
     def cleared(self, name: str) -> None:
         """Removes an input from the suspects, after it was read to the end or has a result."""
-        if self.suspects.pop(name, None) is not None:
-            self._note()
+        with self._lock:
+            if self.suspects.pop(name, None) is not None:
+                self._note()
 
     def close(self) -> None:
         """Closes the file, at the normal end of a run; removes it if there are no suspects."""
@@ -62,13 +81,15 @@ class InFlight:
         if not self.suspects:
             self._path.unlink(missing_ok=True)
 
-    def _note(self, *names: str) -> None:
+    def _note(self) -> None:
         self._file.seek(0)
         self._file.truncate()
-        self._file.write(self._content(names))
+        self._file.write(self._content())
 
-    def _content(self, names: Iterable[str]) -> bytes:
-        return b"\0".join(map(os.fsencode, dict.fromkeys([*self.suspects, *names])))
+    def _content(self) -> bytes:
+        return b"\0".join(
+            map(os.fsencode, dict.fromkeys(itertools.chain(self.suspects, *self._held)))
+        )
 
 
 class Batches(InFlight):
@@ -92,7 +113,10 @@ class Batches(InFlight):
         self.alone = self.suspects
 
     def decoding(self, names: Sequence[str]) -> AbstractContextManager[None]:
-        """Records a batch while the context is open; see `mmdecode.runs.items.Watch`."""
+        """Records a batch while the context is open; see `mmdecode.runs.items.Watch`.
+
+        An inner context's batch takes the place of an outer one's until it is closed.
+        """
         return self.reading(*names)
 
     def problem(self, name: str) -> str | None:
@@ -100,13 +124,13 @@ class Batches(InFlight):
         if self.alone.get(name, 0) < OFTEN:
             return None
         return (
-            f"{name}: the system ended the process {self.alone[name]} times while it decoded this "
-            "input alone, most likely for lack of memory; shorten the input, or run where more "
-            "memory is free"
+            f"{name}: something ended the process {self.alone[name]} times while it decoded this "
+            "input alone: the system, most likely for lack of memory, a crash, or the time limit; "
+            "shorten the input, or run where more memory is free"
         )
 
-    def _content(self, names: Iterable[str]) -> bytes:
-        batch = list(dict.fromkeys(names))
+    def _content(self) -> bytes:
+        batch = list(dict.fromkeys(self._held[-1])) if self._held else []
         return json.dumps({"alone": self.suspects, "batch": batch}).encode()
 
 
@@ -122,17 +146,25 @@ def ended_over(notes: Iterable[Path], todo: Collection[str]) -> dict[str, int]:
         processes were killed while they decoded this item alone.
     """
     alone: dict[str, int] = {}
-    batches: list[list[str]] = []
     for text in suspects_in(notes):
         with suppress(ValueError, KeyError, TypeError, AttributeError):
             found = json.loads(text)
-            for name, count in found["alone"].items():
+            counts, batch = dict(found["alone"]), found["batch"]
+            counts |= {name: counts.get(name, 0) + (len(batch) == 1) for name in batch}
+            for name, count in counts.items():  # a process goes on with the counts of earlier ones
                 alone[name] = max(count, alone.get(name, 0))
-            batches.append(found["batch"])
-    for batch in batches:
-        for name in batch:
-            alone[name] = alone.get(name, 0) + (len(batch) == 1)
     return {name: count for name, count in alone.items() if name in todo}
+
+
+def times_begun(path: Path) -> int:
+    """Counts in a file how often something was begun, and returns the count.
+
+    Args:
+        path: Path of the file, which is removed when it has ended.
+    """
+    with path.open("ab") as file:
+        file.write(b".")
+        return file.tell()
 
 
 def suspects_in(journals: Iterable[Path]) -> list[str]:

@@ -1,22 +1,25 @@
-"""Sharing of one job by several processes that ``accelerate launch`` or ``torchrun`` started.
+"""Several processes for one job: `Team` for training, `Shard` for the units of work of a folder.
 
-Each process creates a `Team`. Without a launcher there is one process, and neither accelerate nor
-torch.distributed is used.
+Processes of a training talk to each other and end together. Processes that write to one folder do
+not: each decodes its share of the units whenever it runs, and the last one merges the results.
 """
 
 from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Callable, Sequence
-from pathlib import Path
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from mmdecode.errors import MissingExtraError, MMDecodeError, OptionError
 
 
 class Team:
-    """The processes of one run, and the rank of this one.
+    """The processes of one training that a launcher started, and the rank of this one.
+
+    Without a launcher there is one process, and neither accelerate nor torch.distributed is used.
 
     Args:
         device: Requested device; ``None``: CUDA if it is available.
@@ -50,23 +53,8 @@ class Team:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the process of rank 0, which reports and merges the results."""
+        """Whether this is the process of rank 0, which reports."""
         return self.rank == 0
-
-    def refuse_alone(self, folder: Path | None) -> None:
-        """Refuses what only one process can do.
-
-        Args:
-            folder: Folder of the results; ``None``: they are printed, or standard input is read.
-
-        Raises:
-            OptionError: There are several processes and no folder.
-        """
-        if self.size > 1 and folder is None:
-            raise OptionError(
-                f"{self.size} processes share the work, so they can neither read standard input "
-                "nor print the results; give --out, and files instead of '-'"
-            )
 
     def first(self, work: Callable[[], Any]) -> Any:
         """Runs ``work`` in the process of rank 0 and returns its result in all processes.
@@ -102,20 +90,64 @@ class Team:
             PartialState().destroy_process_group()
 
 
-def share_out(sizes: Sequence[float], count: int) -> list[list[int]]:
-    """Distributes items over processes: largest first, each to the process with the least work.
+@dataclass(frozen=True)
+class Shard:
+    """A share of a job's units of work: every ``count``-th one, from that of ``index``.
+
+    Attributes:
+        index: From 1.
+        count: Number of shares.
+    """
+
+    index: int
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"
+
+
+def shard_of(text: str | None) -> Shard | None:
+    """Returns the share that a process decodes; ``None``: everything.
 
     Args:
-        sizes: Size of each item, such as its duration.
-        count: Number of processes.
+        text: The share as ``INDEX/COUNT``, from ``1/COUNT``; ``None``: that of the environment, in
+            which accelerate, torchrun and SLURM's arrays number their processes.
 
-    Returns:
-        Indices of the items of each process, ascending.
+    Raises:
+        OptionError: ``text`` is not a share.
     """
-    shares: list[list[int]] = [[] for _ in range(count)]
-    loads = [(0.0, 0, rank) for rank in range(count)]
-    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-        load, pieces, rank = min(loads)
-        loads[rank] = (load + sizes[index], pieces + 1, rank)
-        shares[rank].append(index)
-    return [sorted(share) for share in shares]
+    if text is None:
+        text = _launched()
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    index, count = map(int, match.groups()) if match else (0, 0)
+    if not 1 <= index <= count:
+        raise OptionError(f"{text!r} is no share of a job; expected INDEX/COUNT, such as 1/4")
+    return Shard(index, count) if count > 1 else None
+
+
+def _launched() -> str:
+    def number(name: str, default: int) -> int:
+        return int(os.environ.get(name) or default)
+
+    if "LOCAL_RANK" in os.environ and "RANK" in os.environ:
+        return f"{number('RANK', 0) + 1}/{number('WORLD_SIZE', 1)}"
+    if "SLURM_ARRAY_TASK_ID" in os.environ:
+        first, step = number("SLURM_ARRAY_TASK_MIN", 0), number("SLURM_ARRAY_TASK_STEP", 1)
+        index = (number("SLURM_ARRAY_TASK_ID", 0) - first) // step
+        return f"{index + 1}/{number('SLURM_ARRAY_TASK_COUNT', 1)}"
+    return "1/1"
+
+
+def local_device(device: str | None) -> str | None:
+    """Returns the device of this process, if a launcher started one for each GPU of a machine.
+
+    Args:
+        device: The device that was asked for; one with a number stays.
+    """
+    rank = os.environ.get("LOCAL_RANK")
+    if rank is None or device not in (None, "auto", "cuda"):
+        return device
+    import torch
+
+    count = torch.cuda.device_count()
+    return f"cuda:{int(rank) % count}" if count else device

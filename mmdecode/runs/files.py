@@ -8,9 +8,9 @@ files" are those that mmdecode wrote and nobody has changed since; see `write_fi
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
-import io
 import itertools
 import json
 import math
@@ -25,6 +25,7 @@ from typing import Any, BinaryIO
 import mmdecode
 from mmdecode.errors import InputError, OptionError
 from mmdecode.runs.conditions import changes_of
+from mmdecode.runs.locks import Claim, locked
 
 RUN = "run.json"
 
@@ -49,7 +50,7 @@ _digest = functools.partial(hashlib.blake2b, digest_size=16)
 _numbers = itertools.count()
 
 
-def write_file(path: Path, data: str | bytes | BinaryIO, overwrite: bool = False) -> None:
+def write_file(path: Path, data: str | bytes | Iterable[bytes], overwrite: bool = False) -> None:
     """Writes a file atomically; replaces an existing file only if mmdecode wrote it.
 
     All files of this library are written by this function, `write_files`, `open_append` or
@@ -59,7 +60,7 @@ def write_file(path: Path, data: str | bytes | BinaryIO, overwrite: bool = False
 
     Args:
         path: Path of the file. A special file such as ``/dev/stdout`` is written to directly.
-        data: Content of the file; an open file is copied.
+        data: Content of the file, whole or in pieces.
         overwrite: Whether to replace a file that is not ours.
 
     Raises:
@@ -68,15 +69,15 @@ def write_file(path: Path, data: str | bytes | BinaryIO, overwrite: bool = False
     """
     if isinstance(data, str):
         data = data.encode("utf-8", "backslashreplace")  # half characters, see to_json
-    content = io.BytesIO(data) if isinstance(data, bytes) else data
+    pieces = [data] if isinstance(data, bytes) else data
     if path.exists() and not path.is_file() and not path.is_dir():
         with path.open("wb") as device:
-            shutil.copyfileobj(content, device)
+            device.writelines(pieces)
         return
     refuse_foreign([path], overwrite)
     with _made(path.parent), _temporary(path.parent) as temporary:
         with temporary.open("wb") as file:
-            shutil.copyfileobj(content, file)
+            file.writelines(pieces)
         _replace(temporary, path)
 
 
@@ -198,7 +199,8 @@ def write_once(folder: Path, make: Callable[[], Mapping[str, bytes]]) -> None:
         parent.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
             with contextlib.suppress(OSError):  # on Windows, or a file system without locks
-                stack.enter_context(_locked(parent, wait=True))
+                stack.enter_context(locked(parent, wait=True))
+                _tidy(parent)
             if folder.exists():
                 return
             files = make()
@@ -249,13 +251,10 @@ def refuse_foreign(paths: Iterable[Path], overwrite: bool = False) -> None:
     Raises:
         OptionError: Files that are not ours exist (the message lists them), or a path is a folder.
     """
-    asked = list(paths)
+    paths = iter(paths)
+    asked = list(itertools.islice(paths, 2))
     if len(asked) > 1:  # one listing of a folder, for any number of files
-        there: dict[Path, set[str]] = {path.parent: set() for path in asked}
-        for folder, names in there.items():
-            with contextlib.suppress(OSError):
-                names.update(os.listdir(folder))
-        asked = [path for path in asked if path.name in there[path.parent]]
+        asked = list(_existing(itertools.chain(asked, paths)))
     foreign: list[str] = []
     for path in asked:
         if not os.path.lexists(path) or is_own(path):
@@ -269,6 +268,19 @@ def refuse_foreign(paths: Iterable[Path], overwrite: bool = False) -> None:
             f"{shown}: there already, and not written by mmdecode (or changed since); choose "
             "another folder, or allow replacing with --overwrite (overwrite=True)"
         )
+
+
+def _existing(paths: Iterable[Path]) -> Iterator[Path]:
+    """Yields those paths whose names are in their folders, each of which is listed once."""
+    there: dict[str, set[str]] = {}
+    for path in paths:
+        folder, name = os.path.split(path)
+        if folder not in there:
+            there[folder] = set()
+            with contextlib.suppress(OSError):
+                there[folder].update(os.listdir(folder or "."))
+        if name in there[folder]:
+            yield path
 
 
 def refuse_foreign_in(folder: Path, overwrite: bool = False, *, but: Collection[str] = ()) -> None:
@@ -389,7 +401,8 @@ def _listed(path: Path) -> Collection[str]:
             file.seek(size)  # reads only the lines that were added since
             for line in itertools.takewhile(lambda line: line.endswith(b"\n"), file):
                 content, _, name = line[:-1].partition(b" ")
-                known.setdefault(name, set()).add(content.decode())
+                if (digest := content.decode()) not in (others := known.get(name, ())):
+                    known[name] = (*others, digest)
                 size += len(line)
             _listings[mark] = size, known
     except OSError:
@@ -397,7 +410,7 @@ def _listed(path: Path) -> Collection[str]:
     return known.get(_name(path), ())
 
 
-_listings: dict[tuple[int, int, bytes], tuple[int, dict[bytes, set[str]]]] = {}
+_listings: dict[tuple[int, int, bytes], tuple[int, dict[bytes, tuple[str, ...]]]] = {}
 """Number of bytes and entries of listings read so far, by device, inode and first line."""
 
 
@@ -428,10 +441,14 @@ def to_json(value: Any, indent: int | None = None) -> str:
 
 
 def _plain(value: Any, exact: bool = False) -> Any:
+    if value is None or isinstance(value, (str, int)):  # most are
+        return value
     if isinstance(value, float):
         if not math.isfinite(value):
             return None
         return value if exact else round(value, 4)
+    if dataclasses.is_dataclass(value):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         times = ("_s", "offset", "duration")
         return {k: _plain(item, exact or str(k).endswith(times)) for k, item in value.items()}
@@ -439,60 +456,41 @@ def _plain(value: Any, exact: bool = False) -> Any:
 
 
 @contextlib.contextmanager
-def claimed(folder: Path) -> Iterator[None]:
+def claimed(folder: Path, shared: bool = False) -> Iterator[Claim]:
     """Locks a folder against other runs inside the context; the lock ends with the process.
 
     The folder is created, and partial files of a killed run are removed. A run that ends without a
     result, since it was refused or failed, removes what it created: the folder, its settings, and
     files that are still empty.
 
+    Args:
+        folder: The folder.
+        shared: Whether processes of one job share it, see `mmdecode.runs.locks.Claim.join`.
+
     Raises:
         OptionError: Another run writes to the folder.
-        InputError: The folder cannot be created.
+        InputError: The folder cannot be created, or its file system has no locks.
     """
     with contextlib.ExitStack() as stack:
         with explained(folder):
             stack.enter_context(_made(folder))
-            stack.enter_context(_locked(folder))
-        before = set(folder.iterdir())
+            claim = stack.enter_context(locked(folder, shared=shared))
+            if claim.first:
+                _tidy(folder)
+        before = set(os.listdir(folder))
         try:
-            yield
+            yield claim
         finally:
-            made = [path for path in folder.iterdir() if path not in before]
-            if all(map(_is_note, made)):
+            made = [folder / name for name in os.listdir(folder) if name not in before]
+            if all(map(_is_note, made)) and (not shared or claim.alone()):
                 for path in made:
                     _remove(path)
 
 
-@contextlib.contextmanager
-def _locked(folder: Path, wait: bool = False) -> Iterator[None]:
-    """Locks a folder among processes, and removes partial files that killed processes left."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        lock(handle, folder, wait)
-        with contextlib.suppress(OSError):  # of another user: it is never read
-            remove_partial(folder)
-        yield
-    finally:
-        os.close(handle)
-
-
-def lock(handle: int, path: Path, wait: bool = False) -> None:
-    """Locks an open file or folder until it is closed.
-
-    Raises:
-        OptionError: Another run has locked it, and ``wait`` is not set.
-    """
-    try:
-        import fcntl
-    except ImportError:  # not on Windows
-        return
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise OptionError(
-            f"another run is writing to {path}; wait for it, or choose another --out"
-        ) from None
+def _tidy(folder: Path) -> None:
+    """Removes partial files that killed processes left in a locked folder."""
+    with contextlib.suppress(OSError):  # of another user: it is never read
+        remove_partial(folder)
 
 
 def run_of(path: Path) -> Path:

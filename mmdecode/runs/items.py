@@ -32,7 +32,7 @@ from mmdecode.errors import (
     OptionError,
     UnsupportedModelError,
 )
-from mmdecode.runs.memory import is_out_of_memory
+from mmdecode.runs.memory import is_device_lost, is_out_of_memory
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -44,6 +44,8 @@ CONFIGURATION = (OptionError, IncompatibleError, UnsupportedModelError, MissingE
 ENOUGH = 16
 """The job fails if its first 16 items all fail with the same error of the configuration."""
 OUT_OF_MEMORY = "OutOfMemoryError"
+LOST = 75
+"""Exit code of a worker whose device can no longer be used."""
 _OF_ONE_FILE = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ENAMETOOLONG)
 
 
@@ -90,11 +92,13 @@ class Watch:
             `mmdecode.runs.crashes.Batches.decoding` does.
 
     Attributes:
+        exits: Whether the process ends at an error after which its device cannot be used, since
+            another one takes its place.
         halved: Size of the last batch of each item whose batch was halved since memory ran out.
     """
 
     def __init__(self, noted: Noted = contextlib.nullcontext) -> None:
-        self.noted = noted
+        self.noted, self.exits = noted, False
         self.halved: dict[str, int] = {}
         self._fits = False  # some item did not fail by the configuration
 
@@ -158,6 +162,9 @@ def each(
         with watch.noted([name(item) for item in items]), attempt():
             results = run(items)
     except Exception as problem:
+        if watch.exits and is_device_lost(problem):
+            with watch.noted([name(item) for item in items]):  # as if the system had ended it
+                os._exit(LOST)
         short = is_out_of_memory(problem)
         if len(items) == 1 and os.environ.get("MMDECODE_DEBUG") == "1":
             traceback.print_exception(problem)

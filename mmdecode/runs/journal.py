@@ -16,17 +16,18 @@ are computed again.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, Generic, NamedTuple, Self, TypeVar
+from typing import Any, BinaryIO, ClassVar, Generic, Self
 
-from mmdecode.errors import InputError, OptionError
+from mmdecode.errors import OptionError
 from mmdecode.runs.changes import Inputs
 from mmdecode.runs.crashes import Batches, InFlight, Source, ended_over, suspects_in
 from mmdecode.runs.files import (
@@ -35,7 +36,6 @@ from mmdecode.runs.files import (
     complete_lines,
     explained,
     is_own,
-    lock,
     note_settings,
     open_append,
     refuse_foreign,
@@ -45,46 +45,19 @@ from mmdecode.runs.files import (
     write_file,
 )
 from mmdecode.runs.items import Watch
+from mmdecode.runs.lines import PARTS, RESULTS, Lines, ended, lines_in, state_of
+from mmdecode.runs.locks import lock
+from mmdecode.runs.units import Item, Prepared, Unit, cut, unfinished
 from mmdecode.runs.work import Tally
 
-RESULTS, PARTS = "results.jsonl", "parts"
 READING, DECODING = ".reading-{}.tmp", ".decoding-{}"
-UNIT = 8
-"""Number of batches in a unit of work."""
-Item = TypeVar("Item", bound=Any)
-
-
-class Prepared(NamedTuple):
-    """State of a folder before a run; the leading process tells it to the others.
-
-    Attributes:
-        suspects: Names of input files that were being read when an earlier run crashed.
-        changed: Ids of items whose input files have changed; their results were removed.
-        alone: Ids of items to decode one by one, since a run ended while they were decoded in a
-            batch, see `mmdecode.runs.crashes.ended_over`.
-        work: Batch size and ids of each unit of work.
-        replaced: Whether existing results are deleted when the first new one is written.
-    """
-
-    suspects: set[str]
-    changed: set[str]
-    alone: dict[str, int]
-    work: list[tuple[int, list[str]]]
-    replaced: bool = False
-
-
-class Unit(NamedTuple, Generic[Item]):
-    """Items that are decoded together, in order, with their batch size."""
-
-    items: list[Item]
-    batch_size: int
 
 
 class Journal(Generic[Item]):
     """Base class of results in a folder; each kind of job says how its items are named and written.
 
-    `prepare` is called by the leading process, `open` by each process, `finish` by the leading one
-    when all have closed the journal.
+    `prepare` is called by the first process, `open` by each process, `finish` by the last one when
+    all have closed the journal.
 
     Args:
         folder: Folder of the results.
@@ -98,6 +71,7 @@ class Journal(Generic[Item]):
         command: Words of the command line, to be run again by ``mmdecode results --retry``.
 
     Attributes:
+        resume: Whether to continue existing results.
         done: Ids of the items that have a result.
         changed: Ids of items whose input files have changed; they are computed again.
         reading: Note on disk of the file that is being read, to be found after a crash.
@@ -120,6 +94,8 @@ class Journal(Generic[Item]):
     measure: ClassVar[str] = ""
     """Unit of what `decode` measures besides items, such as tokens."""
     tally: ClassVar[type[Tally]] = Tally
+    shares: int = 1
+    """Number of processes among which new work is shared."""
     besides: Sequence[Path] = ()
     """Files that will be written besides those of items."""
 
@@ -138,20 +114,34 @@ class Journal(Generic[Item]):
         self.command = command
         self.folder, self.path = folder, folder / RESULTS
         self.items, self.batch_size = items, batch_size
-        self._settings, self._resume, self._overwrite = settings, resume, overwrite
+        self._settings, self.resume, self._overwrite = settings, resume, overwrite
         self._tree, self._replaced = tree, False
         self._inputs = Inputs(folder)
         self._before: dict[str, Any] = {}
+        self._seen, self._merged = False, (0, 0, 0)
         self.done: set[str] = set()
         self.changed: set[str] = set()
         self._failed: dict[str, bytes] = {}
         self._file: BinaryIO | None = None
         self.opened = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        """State of the journal as if it were not open yet, for another process."""
+        opened = ("reading", "batches", "watch", "given", "_noted", "_work")
+        state = {name: value for name, value in vars(self).items() if name not in opened}
+        paths = {"folder": self.folder.absolute(), "path": self.path.absolute()}
+        state |= paths | {"_before": {}, "_seen": False, "done": set(), "_failed": {}}
+        return state | {"_file": None, "opened": False}
+
     @functools.cached_property
     def given(self) -> dict[str, Item]:
         """The items by id, in order."""
         return {self.id_of(item): item for item in self.items}
+
+    @functools.cached_property
+    def _noted(self) -> dict[str, str]:
+        """Ids of the items by their names in notes."""
+        return {self.noted_as(item): name for name, item in self.given.items()}
 
     def id_of(self, item: Item) -> str:
         """Id of an item, the same in every run."""
@@ -176,6 +166,15 @@ class Journal(Generic[Item]):
 
         Raises:
             InputError: The folder cannot be written.
+        """
+        raise NotImplementedError
+
+    def crashed(self, item: Item, error: str) -> Any:
+        """Returns the result, which `add` takes, of an item that ended the processes before.
+
+        Args:
+            item: The item.
+            error: Message; the kind of the failure is `mmdecode.errors.CrashError`.
         """
         raise NotImplementedError
 
@@ -230,21 +229,20 @@ class Journal(Generic[Item]):
             run = run_of(self.folder)
             signs = (run, self.path, *(self.folder / name for name in self.signs))
             there = any(path.exists() for path in signs)
-            self._replaced = there and self._overwrite and not self._resume
+            self._replaced = there and self._overwrite and not self.resume
             if not is_own(run):
                 refuse_foreign([run, self.path], self._overwrite)
             if there and not self._replaced:
-                self._before = check_settings(self.folder, self._settings, self._resume)
+                self._before = check_settings(self.folder, self._settings, self.resume)
 
     def plan(self) -> Prepared:
         """Checks the items, cleans up after earlier runs, and cuts the work into units."""
-        with explained(self.folder):
-            if not self._replaced:
-                self._check()
+        with explained(self.folder), ExitStack() as stack:
+            lines = None if self._replaced else stack.enter_context(closing(self._check()))
             done = self.done - self.changed
             todo = [item for name, item in self.given.items() if name not in done]
-            files = [file for item in todo for file in self.files(item)]
-            refuse_foreign([*files, *self.besides], self._overwrite)
+            files = (file for item in todo for file in self.files(item))
+            refuse_foreign(itertools.chain(files, self.besides), self._overwrite)
             for name in self.changed:
                 for file in self.files(self.given[name]):
                     file.unlink(missing_ok=True)
@@ -252,28 +250,39 @@ class Journal(Generic[Item]):
             suspects = set(suspects_in(reading))
             names = {self.noted_as(item) for item in todo}
             alone = {} if self._replaced else ended_over(decoding, names)
-            # into one note, which the leading process goes on with: the others' may never run again
+            # into one note, which outlives the parts
             first = self.folder / DECODING.format(0)
             Batches(first, alone).close()
             for note in {*reading, *decoding} - {first}:
                 note.unlink()
             remove_partial(self.folder, tree=self._tree)
-            work = self.cut_units()
+            work = cut(self._before.get("work"), self.given, self.batch_size, self.shares)
             if not self._replaced:
                 self._note_run(work)
-        if not self._replaced or (self.folder / PARTS).exists():
-            self.merge(self.changed)
+            if lines is not None or (self.folder / PARTS).exists():
+                self.merge(self.changed, lines)
         return Prepared(suspects, self.changed, alone, work, self._replaced)
 
-    def _check(self) -> None:
+    def joined(self) -> Prepared:
+        """State of a folder that another process has prepared and is writing to.
+
+        Items that are not among the units of that process are left out.
+        """
+        known = cut(self._before["work"], (), self.batch_size)
+        names = {self.noted_as(item) for item in self.items}
+        alone = ended_over(self._notes(DECODING), names)
+        return Prepared(set(suspects_in(self._notes(READING))), set(), alone, known)
+
+    def _check(self) -> Lines:
         """Checks that ids still belong to the same items; finds those that are done or changed."""
-        for _, name, line in self.lines(*written_in(self.folder)):
+
+        def check(name: str, line: Mapping[str, Any]) -> None:
             if "error" in line:
-                continue
+                return
             self._add_done(name)
             item = self.given.get(name)
             if item is None:
-                continue
+                return
             if differing := self.differing(item, line):
                 shown = "; ".join(f"{n} was {was!r}, is {now!r}" for n, was, now in differing)
                 raise OptionError(
@@ -281,8 +290,10 @@ class Journal(Generic[Item]):
                     f"{self.other} ({shown}); resume in the folder in which the run was started, "
                     "with the same input, or choose another --out"
                 )
-            if self._has_changed(item, line):
+            if self._inputs.any_changed(self.inputs(item), line):
                 self.changed.add(name)
+
+        return Lines(ended(self.folder), self, check)
 
     def _add_done(self, name: str) -> None:
         """Notes that an item has a line without an error; see ``needs_files``."""
@@ -290,36 +301,17 @@ class Journal(Generic[Item]):
         if all(file.exists() for file in files):
             self.done.add(name)
 
-    def _has_changed(self, item: Item, line: Mapping[str, Any]) -> bool:
-        sizes = line.get("sizes", [line.get("size")])
-        digests = line.get("digests", [line.get("digest")])
-        known = zip(self.inputs(item), sizes, digests, strict=False)
-        return any(
-            self._inputs.changed(path, {"size": size, "digest": digest})
-            for path, size, digest in known
-        )
-
-    def cut_units(self) -> list[tuple[int, list[str]]]:
-        """Units of an earlier run that is continued, and new ones for further items."""
-        work: list[tuple[int, list[str]]] = []
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            work = [(size, ids) for size, ids in self._before["work"]["units"]]
-        cut = {name for _, ids in work for name in ids}
-        new = [name for name in self.given if name not in cut]
-        size = self.batch_size * UNIT
-        return work + [(self.batch_size, new[i : i + size]) for i in range(0, len(new), size)]
-
     def _note_run(self, work: list[tuple[int, list[str]]], overwrite: bool = False) -> None:
         """Writes ``run.json``."""
         noted = {"command": list(self.command), "in": os.getcwd(), "units": work}
         note_settings(self.folder, self._settings, overwrite, work=noted)
 
-    def open(self, prepared: Prepared, rank: int | None = None) -> Self:
+    def open(self, prepared: Prepared, rank: str | None = None) -> Self:
         """Opens the results of one process.
 
         Args:
-            prepared: Result of `prepare`.
-            rank: Rank of this process; ``None``: it is the only one.
+            prepared: Result of `prepare`, whose units may be a share of all.
+            rank: Name of this process, as no other one has; ``None``: it is the only one.
 
         Raises:
             OptionError: Another run is writing there.
@@ -329,19 +321,25 @@ class Journal(Generic[Item]):
         self._work, self._rank = prepared.work, rank
         with explained(self.folder):
             if not self._replaced:
-                self.done.clear()
-                for raw, name, line in self.lines(self.path):
-                    if "error" in line:
-                        self._failed[name] = raw
-                    else:
-                        self._add_done(name)
+                self._read_merged()
                 self._file = self._opened()
-            reading, decoding = (kind.format(rank or 0) for kind in (READING, DECODING))
-            self.reading = InFlight(self.folder / reading, sorted(prepared.suspects))
-            self.batches = Batches(self.folder / decoding, prepared.alone)
+            self.reading = InFlight(self.note(READING), sorted(prepared.suspects))
+            self.batches = Batches(self.note(DECODING), prepared.alone)
         self.watch = Watch(self.batches.decoding)
         self.opened = True
         return self
+
+    def _read_merged(self) -> None:
+        """Finds what is done and what failed before this run, unless `plan` has just seen that."""
+        self.done -= self.changed
+        if self._seen:
+            return
+        self.done.clear()
+        for raw, name, line in self.lines(self.path):
+            if "error" in line:
+                self._failed[name] = raw
+            else:
+                self._add_done(name)
 
     def _opened(self) -> BinaryIO:
         """Opens the file for this process's lines, and deletes older results to be replaced."""
@@ -349,10 +347,8 @@ class Journal(Generic[Item]):
             self._replaced = False
             self.path.unlink(missing_ok=True)
             self._note_run(self._work, self._overwrite)
-        part = self.path
-        if self._rank is not None:
-            part = self.folder / PARTS / f"rank-{self._rank}.jsonl"
-        file = open_append(part)
+        part = f"{PARTS}/rank-{self._rank}.jsonl"
+        file = open_append(self.path if self._rank is None else self.folder / part)
         try:
             lock(file.fileno(), self.folder)
         except BaseException:
@@ -361,26 +357,34 @@ class Journal(Generic[Item]):
         return file
 
     def units(self) -> list[Unit[Item]]:
-        """Units of work that have an item without a result.
+        """Units of work that have an item without a result; see `unfinished`."""
+        return unfinished(
+            self._work,
+            self.given,
+            self.done,
+            failed=self._failed,
+            alone={self._noted[name]: n for name, n in self.batches.alone.items()},
+            size=self.batch_size,
+        )
 
-        Items that ended a process come last, each alone; so do items that failed in an earlier run
-        whose unit is complete, together.
+    def remaining(self, unit: Unit[Item]) -> list[Unit[Item]]:
+        """Units for one that other processes may have ended over, as their notes tell.
+
+        Names of files that a living process reads may be among those taken for the cause; they are
+        then read with the same care.
         """
-        given, alone = self.given, self.batches.alone
-        found: list[Unit[Item]] = []
-        failed: list[Item] = []
-        for size, ids in self._work:
-            names = [n for n in ids if n in given and self.noted_as(given[n]) not in alone]
-            missing = [name for name in names if name not in self.done]
-            if any(name not in self._failed for name in missing):
-                found.append(Unit([given[name] for name in names], size))
-            else:
-                failed += [given[name] for name in missing]
-        size = self.batch_size
-        found += [Unit(failed[i : i + size], size) for i in range(0, len(failed), size)]
-        single = {self.noted_as(item): item for item in self.items}
-        ended = [single[name] for name in sorted(alone, key=alone.__getitem__) if name in single]
-        return found + [Unit([item], 1) for item in ended if self.id_of(item) not in self.done]
+        names = [self.noted_as(item) for item in unit.items]
+        for note in set(self._notes(DECODING)) - {self.note(DECODING)}:
+            if not (found := ended_over([note], names)):
+                continue
+            self.batches.add(found)
+            self.reading.add(dict.fromkeys(suspects_in(self._notes(READING)), 0))
+            rank = note.name.removeprefix(DECODING.format(""))
+            for _, name, line in self.lines(note.with_name(f"rank-{rank}.jsonl")):
+                if "error" not in line:
+                    self._add_done(name)
+        self._work = [(unit.batch_size, [self.id_of(item) for item in unit.items])]
+        return self.units()
 
     def note_read(self, path: str | None) -> None:
         """Records size and digest of an input file, if any, before it is first read in this run."""
@@ -432,50 +436,36 @@ class Journal(Generic[Item]):
             InputError: A line is no result.
         """
         for path in filter(Path.exists, paths):
-            for number, line in enumerate(complete_lines(path), 1):
-                try:
-                    found = json.loads(line)
-                    name = self.check_line(found)
-                except (ValueError, KeyError, TypeError):
-                    raise InputError(
-                        f"{path}, line {number} is not {self.what}; remove the line, and --resume "
-                        f"{self.again}"
-                    ) from None
-                yield line, name, found
+            yield from lines_in(path, complete_lines(path), self)
 
-    def strongest(self, paths: Iterable[Path], without: Collection[str] = ()) -> dict[str, bytes]:
-        """Returns a line for each id in files: its last result, or else its last error."""
-        found: dict[str, tuple[bytes, bool]] = {}
-        for raw, name, line in self.lines(*paths):
-            failed = "error" in line
-            if name not in without and (not failed or found.get(name, (b"", True))[1]):
-                found[name] = raw, failed
-        return {name: raw for name, (raw, _) in found.items()}
-
-    def merge(self, without: Collection[str] = ()) -> None:
+    def merge(self, without: Collection[str] = (), lines: Lines | None = None) -> None:
         """Merges all lines: one per item, its result or else its last error, in input order.
 
         Args:
             without: Ids whose lines are removed.
+            lines: The lines, if they are known.
 
         Raises:
             InputError: A line cannot be read, or the folder cannot be written.
         """
-        position = {name: index for index, name in enumerate(self.given)}
         with explained(self.folder):
-            written = [path for path in written_in(self.folder) if path.exists()]
-            for path in written:  # a process whose leading one was killed may be at it still
-                with path.open("rb") as file:
-                    lock(file.fileno(), self.folder)
-            found = self.strongest(written, without)
-            # items of an earlier, larger input stay, after the others
-            ordered = sorted(found, key=lambda name: position.get(name, len(position)))
-            write_file(self.path, b"".join(found[name] for name in ordered))
-            if (self.folder / PARTS).exists():
+            parts, known = (self.folder / PARTS).exists(), lines is not None
+            if not (known or without or parts) and self._merged == state_of(self.path):
+                return
+            with closing(Lines(ended(self.folder), self) if lines is None else lines) as found:
+                found.remove(without)
+                if known:
+                    failed = [name for name in found if name in found.failed]
+                    self._failed = dict(zip(failed, found.read(failed), strict=True))
+                    self._seen = True
+                # items of an earlier, larger input stay, after the others
+                write_file(self.path, found.read(found.ordered(self.given)))
+            self._merged = state_of(self.path)
+            if parts:
                 shutil.rmtree(self.folder / PARTS)
 
     def finish(self) -> None:
-        """Closes the files, merges all lines, and removes the notes of batches in progress."""
+        """Closes the files, merges all lines, and removes notes of batches."""
         Journal.close(self)  # a folder that is locked stays so
         self.merge()
         with explained(self.folder):
@@ -484,16 +474,27 @@ class Journal(Generic[Item]):
 
     def close(self) -> None:
         """Closes the file of lines and the notes; afterwards no more results can be added."""
-        if self._file:
-            self._file.close()
-        if self.opened:
-            self.reading.close()
-            self.batches.close()
+        with explained(self.folder):
+            if self._file:
+                self._file.close()
+            if self.opened:
+                self.reading.close()
+                self.batches.close()
+
+    def forget(self) -> None:
+        """Removes this process's notes of what is being read and decoded."""
+        for kind in (READING, DECODING):
+            self.note(kind).unlink(missing_ok=True)
+
+    @property
+    def rank(self) -> str:
+        """Name of this process among those that write to the folder."""
+        return self._rank or "0"
+
+    def note(self, kind: str) -> Path:
+        """Path of this process's note of what it reads or decodes."""
+        return self.folder / (PARTS if self._rank else "") / kind.format(self.rank)
 
     def _notes(self, kind: str) -> list[Path]:
-        return sorted(self.folder.glob(kind.format("*")))
-
-
-def written_in(folder: Path) -> list[Path]:
-    """Returns the paths of the files of lines in a folder, of which the first may be missing."""
-    return [folder / RESULTS, *sorted((folder / PARTS).glob("*.jsonl"))]
+        name = kind.format("*")
+        return sorted([*self.folder.glob(kind.format(0)), *(self.folder / PARTS).glob(name)])

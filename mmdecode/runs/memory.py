@@ -37,6 +37,27 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return isinstance(error, known) or by_message or is_out_of_memory(error.__cause__)
 
 
+def is_device_lost(error: BaseException) -> bool:
+    """Returns whether an error of CUDA leaves the device of this process unusable."""
+    torch = sys.modules.get("torch")
+    lost = torch is not None and isinstance(error, torch.AcceleratorError)
+    return lost and not is_out_of_memory(error)
+
+
+def share_gpu(share: float) -> None:
+    """Limits this process to a share of its GPU's memory; beyond it a batch is halved.
+
+    `mmdecode.evaluation.row_bytes` tells which batch size fits the share.
+
+    Args:
+        share: Share of the memory; 0, or 1 and more: no limit.
+    """
+    import torch
+
+    if 0 < share < 1 and torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(share)
+
+
 def free_memory(root: Path = Path("/")) -> int | None:
     """Returns the bytes that this process can still use, by machine and control group limits.
 

@@ -42,8 +42,10 @@ class RowJournal(Journal[Row]):
             are removed.
 
     Attributes:
+        read, key, settings, input_of: See the arguments.
         rows: The last row of each key, failures included.
         changed: Input files that have changed since their rows were computed.
+        noted: Sizes and digests of the input files.
 
     Raises:
         OptionError: The folder holds results, and neither ``resume`` nor ``overwrite`` is set; or
@@ -65,8 +67,9 @@ class RowJournal(Journal[Row]):
         input_of: Callable[[Row], str | None] = lambda row: None,
     ) -> None:
         super().__init__(path.parent, settings, resume=resume, overwrite=overwrite)
-        self.path, self._key, self._work, self._rank = path, key, [], None
-        self._inputs = noted = Noted(self.folder)
+        self.path, self._work, self._rank = path, [], None
+        self.read, self.key, self.settings, self.input_of = read, key, settings, input_of
+        self._inputs = self.noted = noted = Noted(self.folder)
         self.rows: dict[Any, Row] = {}
         self.begin()
         if self._replaced:
@@ -87,7 +90,7 @@ class RowJournal(Journal[Row]):
         line = rows_text([row.as_dict()])
         with explained(self.folder):
             append_line(self.begin_writing(), line.encode("utf-8", "backslashreplace"))
-        self.rows[self._key(row)] = row
+        self.rows[self.key(row)] = row
 
     def finish_with(self, rows: Sequence[Row]) -> None:
         """Replaces the content of the file by ``rows``, one for each key, in the order given."""

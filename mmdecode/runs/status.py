@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import Counter
 from dataclasses import dataclass
@@ -10,7 +11,8 @@ from typing import Any
 
 from mmdecode.errors import InputError
 from mmdecode.runs.files import RUN
-from mmdecode.runs.journal import Journal, written_in
+from mmdecode.runs.journal import Journal
+from mmdecode.runs.lines import Lines, written_in
 
 
 @dataclass(frozen=True)
@@ -18,36 +20,41 @@ class Status:
     """State of a job.
 
     Attributes:
-        lines: Line of each item that has one, by its id; a result outweighs a failure.
+        done: Number of items with a result.
+        failures: Line of each item that failed, by its id.
         missing: Ids of items without a line, in order.
         settings: Settings of the job.
         command: Words of the command line that wrote the results; empty: not known.
         folder: Working directory of that command.
+        lines: Line of each item that has one, if asked for; a result outweighs a failure.
     """
 
-    lines: dict[str, dict[str, Any]]
+    done: int
+    failures: dict[str, dict[str, Any]]
     missing: list[str]
     settings: dict[str, Any]
     command: list[str]
     folder: str
+    lines: list[dict[str, Any]]
 
     @property
     def failed(self) -> dict[str, str]:
         """Messages of the items that failed, by id."""
-        return {name: line["error"] for name, line in self.lines.items() if "error" in line}
+        return {name: line["error"] for name, line in self.failures.items()}
 
     @property
     def causes(self) -> Counter[str]:
         """Number of failed items by the class of their error, the most frequent first."""
-        kinds = (line.get("kind", "") for line in self.lines.values() if "error" in line)
+        kinds = (line.get("kind", "") for line in self.failures.values())
         return Counter(dict(Counter(kinds).most_common()))
 
 
-def status_of(folder: Path) -> Status:
+def status_of(folder: Path, lines: bool = False) -> Status:
     """Reads the state of a job, which may be running.
 
     Args:
         folder: Folder of the results.
+        lines: Whether to keep all lines, which takes more memory than all else.
 
     Raises:
         InputError: The folder holds no results of a job, or a line is no result.
@@ -66,12 +73,15 @@ def status_of(folder: Path) -> Status:
             "expected --out of transcribe, ask or generate-image. If an evaluation wrote it, see "
             "its report.html; one that was interrupted goes on with its command and --resume"
         ) from error
-    found = Journal[Any](folder, settings).strongest(written_in(folder))
-    lines = {name: json.loads(line) for name, line in found.items()}
-    return Status(
-        lines=lines,
-        missing=[name for name in ids if name not in lines],
-        settings=settings,
-        command=work["command"],
-        folder=work["in"],
-    )
+    with contextlib.closing(Lines(written_in(folder), Journal[Any](folder, settings))) as found:
+        failed = [name for name in found if name in found.failed]
+        failures = map(json.loads, found.read(failed))
+        return Status(
+            done=len(found) - len(failed),
+            failures=dict(zip(failed, failures, strict=True)),
+            missing=[name for name in ids if name not in found],
+            settings=settings,
+            command=work["command"],
+            folder=work["in"],
+            lines=list(map(json.loads, found.read(found))) if lines else [],
+        )

@@ -1,29 +1,32 @@
 """`run`: decodes what a folder of results lacks, see `mmdecode.runs.journal`; for all jobs.
 
-Several processes that ``accelerate launch`` or ``torchrun`` started share the units of work.
+Workers of an `Engine` decode the units of work; several processes, each with its `Shard` of them,
+may also run at any times, on one machine or on several.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.progress import TextColumn
 
+from mmdecode.errors import MMDecodeError, OptionError
 from mmdecode.runs.console import console, print_line, progress_bar, without_other_bars
-from mmdecode.runs.distributed import Team, share_out
-from mmdecode.runs.files import claimed
+from mmdecode.runs.distributed import Shard
+from mmdecode.runs.engines import LOCAL, Engine, Job
+from mmdecode.runs.files import claimed, explained
 
 if TYPE_CHECKING:
-    from mmdecode.runs.journal import Journal, Prepared, Unit
+    from mmdecode.runs.journal import Journal
+    from mmdecode.runs.units import Unit
 
 
 @dataclass
@@ -36,6 +39,9 @@ class Tally:
         done: Number of items that this run has done.
         results: Results of this run by their position in the input, if they are kept.
         failures: Failures of this run by their position in the input.
+        shard: Share of the units that this process had; ``None``: all.
+        others_failed: Number of failures of other shards, if this one has merged the results;
+            ``None``: others are not done.
         wall_s: Seconds of decoding.
         stats: Counters of the decoder, see `mmdecode.engine.stats`.
     """
@@ -45,11 +51,15 @@ class Tally:
     done: int = 0
     results: dict[int, Any] = field(default_factory=dict)
     failures: dict[int, Any] = field(default_factory=dict)
+    shard: Shard | None = None
+    others_failed: int | None = 0
     wall_s: float = 0.0
     stats: dict[str, Any] = field(default_factory=dict)
 
-    def add(self, position: int, result: Any, keep: bool) -> None:
+    def add(self, position: int, result: Any, keep: bool) -> bool:
         """Counts a result, and keeps it if asked to; failures are always kept.
+
+        Returns whether the item succeeded.
 
         Args:
             position: Position of the item in the input.
@@ -59,19 +69,11 @@ class Tally:
         line = isinstance(result, Mapping)
         if result.get("error") if line else getattr(result, "error", None):
             self.failures[position] = result
-            return
+            return False
         self.done += 1
         if keep:
             self.results[position] = result
-
-    def joined(self, other: Tally) -> Tally:
-        """Returns the counts and results of two processes together."""
-        values: dict[str, Any] = {}
-        for name, own in vars(self).items():
-            more = getattr(other, name)
-            both = isinstance(own, dict)
-            values[name] = dict(sorted((own | more).items())) if both else own + more
-        return replace(self, **values | {"stats": summed([self.stats, other.stats])})
+        return True
 
     def counted(self, what: str) -> str:
         """Returns how many items are done, and how many failed.
@@ -80,7 +82,21 @@ class Tally:
             what: Verb for what was done to them, for example ``answered``.
         """
         line = f"{self.done} {what}, {self.done_before} done before, {len(self.failures)} failed"
-        return line + (f", {self.changed} changed since and done again" if self.changed else "")
+        line += f", {self.changed} changed since and done again" if self.changed else ""
+        if self.shard:
+            line = f"shard {self.shard}: {line}; "
+            if self.others_failed is None:
+                return line + "other shards are not done"
+            line += f"all shards are merged, {len(self.failures) + self.others_failed} failed"
+        return line
+
+    @property
+    def fine(self) -> bool:
+        """Whether no item failed, as far as this process is the one to say so.
+
+        Launchers end all processes when one says that it failed, so the last shard speaks for all.
+        """
+        return self.others_failed is None or not (self.failures or self.others_failed)
 
     def speed(self) -> str:
         """Returns the end of a summary: tokens and their time, tokens per pass if drafted."""
@@ -115,7 +131,8 @@ def run(
     items_of: Callable[[Any], Sequence[Any]] | None = None,
     keep: bool = False,
     temporary: bool = False,
-    team: Team | None = None,
+    engine: Engine | str = LOCAL,
+    shard: Shard | None = None,
 ) -> Tally:
     """Decodes the items of a folder that have no result yet.
 
@@ -125,66 +142,92 @@ def run(
         items_of: Returns the items for a loaded model; ``None``: ``folder.items`` are known.
         keep: Whether the tally keeps results.
         temporary: Whether the folder is temporary, so that the run cannot be resumed.
-        team: Processes that share the work; ``None``: those of a launcher, or this one alone.
+        engine: Engine, or its name: ``local``, ``processes`` or ``ray``.
+        shard: Share of the units that this process decodes; ``None``: all. Each process continues
+            what is in the folder; the one that ends last merges the results.
 
     Returns:
-        Counts and failures of this run; in the process of rank 0 those of all processes.
+        Counts and failures of this run.
 
     Raises:
-        OptionError: See `Journal.prepare`.
+        OptionError: See `Journal.prepare`; or a temporary folder is shared.
         InputError: The folder cannot be read or written.
         MMDecodeError: The model cannot be loaded, or the configuration fails for every item.
     """
-    team = team or Team()
-    alone = team.size == 1
-    done = lambda: sum(name in folder.done for name in folder.given)  # noqa: E731
+    engine = Engine(engine) if isinstance(engine, str) else engine
+    if temporary and (shard or engine.name != LOCAL):
+        how = f"shard {shard}" if shard else f"--engine {engine.name}"
+        raise OptionError(f"{how} writes results to a folder; give --out, and files in place of -")
+    done = lambda: sum(name in folder.done for name in given)  # noqa: E731
+    given: Sequence[str] = ()
     with contextlib.ExitStack() as stack:
-        named = folder.folder if alone and not temporary else None
-        stack.enter_context(resumable(named, lambda: (done(), len(folder.items))))
-
-        def begin() -> None:
-            stack.enter_context(claimed(folder.folder))
-            folder.begin()
-
-        team.first(begin)  # refused before a model is loaded
+        named = None if temporary else folder.folder
+        stack.enter_context(resumable(named, lambda: (done(), len(given))))
+        claim = stack.enter_context(claimed(folder.folder, shared=shard is not None))
+        folder.resume |= shard is not None
+        folder.begin()  # refused before a model is loaded
         if items_of is not None:
-            model = _loaded(load)
-            folder.items, load = items_of(model), lambda: model
-        prepared: Prepared = team.first(folder.plan)
-        folder.open(prepared, None if alone else team.rank)
+            load = _loaded_once(folder, load, items_of, engine)
+        folder.shares = (shard.count if shard else 1) * engine.count
+        prepared = folder.plan() if claim.first else folder.joined()
+        changed = len(prepared.changed)
+        if shard:
+            claim.share()
+            prepared = prepared._replace(work=prepared.work[shard.index - 1 :: shard.count])
+        folder.open(prepared, str(shard.index) if shard else None)
         with contextlib.closing(folder):
+            names = (name for _, ids in prepared.work for name in ids)
+            given = [name for name in names if name in folder.given]
             before, units = done(), folder.units()
-            if team.leads:
-                tell_batch_size(units, folder.batch_size)
-            sizes = iter(folder.sizes([item for unit in units for item in unit.items]))
-            work = [sum(itertools.islice(sizes, len(unit.items))) for unit in units]
-            share = [units[index] for index in share_out(work, team.size)[team.rank]]
-            started = time.perf_counter()
-            own = _decoded(folder, share, load, keep)
-        tallies = team.gather(own)  # all have closed the folder
-        team.first(folder.finish)
-    tally: Tally = functools.reduce(Tally.joined, tallies, folder.tally())
-    tally.done_before, tally.changed = before, len(prepared.changed)
-    if not alone:
-        tally.wall_s = time.perf_counter() - started
+            tell_batch_size(units, folder.batch_size)
+            if engine.name != LOCAL:  # the largest first, so that all end together
+                sizes = _sizes(folder, units)
+                units = [units[i] for i in sorted(range(len(units)), key=lambda i: -sizes[i])]
+            tally = _decoded(folder, units, Job(folder, load, prepared, []), engine, keep)
+            tally.done = done() - before  # some of workers that ended before they could say so
+        last = shard is None or claim.alone()
+        if last:
+            folder.finish()
+        if shard:
+            lines = {name: "error" in line for _, name, line in folder.lines(folder.path)}
+            whole = last and lines.keys() >= folder.given.keys()
+            tally.others_failed = sum(lines.values()) - len(tally.failures) if whole else None
+    tally.done_before, tally.changed, tally.shard = before, changed, shard
     return tally
 
 
-def _loaded(load: Callable[[], Any]) -> Any:
+def loaded(load: Callable[[], Any]) -> Any:
     """Loads a model without bars of other libraries."""
     without_other_bars()
     return load()
 
 
+def _loaded_once(
+    folder: Journal[Any],
+    load: Callable[[], Any],
+    items_of: Callable[[Any], Sequence[Any]],
+    engine: Engine,
+) -> Callable[[], Any]:
+    """Asks the model for the items; returns a loader, of the same model if it decodes here."""
+    model = loaded(load)
+    folder.items = items_of(model)
+    return (lambda: model) if engine.name == LOCAL else load
+
+
+def _sizes(folder: Journal[Any], units: Sequence[Unit[Any]]) -> list[float]:
+    """Amount of work of each unit."""
+    sizes = iter(folder.sizes([item for unit in units for item in unit.items]))
+    return [sum(itertools.islice(sizes, len(unit.items))) for unit in units]
+
+
 def _decoded(
-    folder: Journal[Any], units: Sequence[Unit[Any]], load: Callable[[], Any], keep: bool
+    folder: Journal[Any], units: Sequence[Unit[Any]], job: Job, engine: Engine, keep: bool
 ) -> Tally:
-    """Decodes units and adds their results to the folder."""
+    """Decodes units with a bar, and counts their results."""
     tally = folder.tally()
     total = sum(len(unit.items) for unit in units)
     if not total:
         return tally
-    model = _loaded(load)
     positions = {name: position for position, name in enumerate(folder.given)}
     started = time.perf_counter()
     with progress_bar(TextColumn("{task.fields[more]}")) as bar:
@@ -198,15 +241,57 @@ def _decoded(
             more += [f"{len(tally.failures)} failed"] if tally.failures else []
             bar.update(task, more=", ".join(more))
 
-        for unit in units:
-            for result in folder.decode(model, unit, meter):
-                bar.advance(task)
-                name = folder.id_of_result(result)
-                if name not in folder.done:  # else of a unit that was interrupted
-                    tally.add(positions[name], folder.add(result), keep)
-                    meter(0)
-    tally.wall_s, tally.stats = time.perf_counter() - started, model.stats.as_dict()
+        counted = set[str]()
+        for name, result in engine.decode(job, units, meter):
+            if name in counted:  # its unit was interrupted
+                continue
+            counted.add(name)
+            bar.advance(task)
+            if result is None or tally.add(positions[name], result, keep):
+                folder.done.add(name)  # a worker's folder is another object
+            meter(0)
+    tally.wall_s = time.perf_counter() - started
+    tally.stats = summed(job.stats)
+    tally.results = dict(sorted(tally.results.items()))  # workers end in any order
+    tally.failures = dict(sorted(tally.failures.items()))
     return tally
+
+
+def in_this_process(
+    engine: Engine, job: Job, units: Sequence[Unit[Any]], meter: Callable[[float], None]
+) -> Iterator[tuple[str, Any]]:
+    """Decodes units one after the other; see `Engine.decode`."""
+    model = loaded(job.load)
+    for unit in units:
+        yield from decoded(job.folder, model, unit, meter)
+    job.stats.append(model.stats.as_dict())
+
+
+def decoded(
+    folder: Journal[Any], model: Any, unit: Unit[Any], meter: Callable[[float], None]
+) -> Iterator[tuple[str, Any]]:
+    """Decodes a unit and adds its results to the folder.
+
+    Yields:
+        Id and result of each item; ``None`` for an item that has a line already, since its unit was
+        interrupted.
+
+    Raises:
+        MMDecodeError: Not each item had one result.
+    """
+    results = folder.decode(model, unit, meter)
+    missing = {folder.id_of(item) for item in unit.items}
+    if len(unit.items) == 1 and (text := folder.batches.problem(folder.noted_as(unit.items[0]))):
+        results = iter([folder.crashed(unit.items[0], text)])
+    with explained(folder.folder):
+        for result in results:
+            name = folder.id_of_result(result)
+            if name not in missing:
+                raise MMDecodeError(f"the model answered for {name}, which it was not given")
+            missing.remove(name)
+            yield name, None if name in folder.done else folder.add(result)
+    if missing:
+        raise MMDecodeError(f"the model did not answer for {', '.join(sorted(missing))}")
 
 
 @contextlib.contextmanager

@@ -12,7 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mmdecode.errors import CrashError
 from mmdecode.runs import crashes
+from mmdecode.runs.ahead import read_ahead
 from mmdecode.runs.crashes import InFlight
 from mmdecode.runs.journal import Journal, Unit
 from mmdecode.vlm.images import ImageSource
@@ -72,17 +74,34 @@ class AnswerFolder(Journal[AnswerRequest]):
     ) -> Iterator[Answer]:
         """Answers the questions of a unit; see `Journal.decode`."""
         asked = [self.noted(request) for request in unit.items]
+        images = {one.name: one for request in asked for one in request.images if not one.video}
+        ahead = dict(zip(images, read_ahead([*images.values()], unit.batch_size), strict=True))
+        asked = [
+            replace(request, images=tuple(ahead.get(one.name, one) for one in request.images))
+            for request in asked
+        ]
         options = {**self.options, "batch_size": unit.batch_size}
         return model.answers(asked, watch=self.watch, **options)
+
+    def crashed(self, item: AnswerRequest, error: str) -> Answer:
+        """The failure of a question; see `Journal.crashed`."""
+        return Answer(
+            id=item.id,
+            index=item.index,
+            images=tuple(image.name for image in item.images),
+            question=item.text,
+            history=item.history,
+            error=error,
+            kind=CrashError.__name__,
+        )
 
     def noted(self, request: AnswerRequest) -> AnswerRequest:
         """Returns a copy of a request that hashes each image file before first reading it.
 
-        Its reading is noted, see `watched`; a request that ended earlier runs has a ``problem``.
+        Its reading is noted, see `watched`.
         """
         images = (self.noting(watched(one, self.reading), [one.name]) for one in request.images)
-        problem = request.problem or self.batches.problem(request.id)
-        return replace(request, images=tuple(images), problem=problem)
+        return replace(request, images=tuple(images))
 
     def add(self, result: Answer) -> Answer:
         """Appends an answer and flushes it; see `Journal.add`.

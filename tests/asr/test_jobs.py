@@ -19,9 +19,9 @@ from mmdecode.asr.results import Failure, Segment, Transcript
 from mmdecode.errors import InputError, MissingExtraError, OptionError
 from mmdecode.runs import journal
 from mmdecode.runs.crashes import InFlight, suspects_in, watched
-from mmdecode.runs.distributed import Team, share_out
+from mmdecode.runs.distributed import Shard, Team, local_device, shard_of
 from mmdecode.runs.files import LISTING, claimed, note_settings
-from mmdecode.runs.journal import Prepared
+from mmdecode.runs.units import Prepared
 from tests.support.faults import ERRORS, failure_of
 from tests.support.files import contents, json_lines
 
@@ -54,7 +54,7 @@ def prepare(folder, settings, resume, entries, formats=(), overwrite=False):
 def opened(folder, entries, formats=("txt",), settings=None, rank=None, alone=None, **how):
     """The folder of one process, of a run that the leading one has prepared."""
     one = ResultFolder(folder, settings or {"a": 1}, entries, formats, resume=True, **how)
-    return one.open(Prepared(set(), set(), alone or {}, []), rank)
+    return one.open(Prepared(set(), set(), alone or {}, []), None if rank is None else str(rank))
 
 
 def merge(folder, entries):
@@ -312,9 +312,9 @@ class Unplaced(ResultFolder):
 @pytest.mark.parametrize("broken", [Unordered, Unplaced, "sorted", "lines"])
 def test_a_broken_folder_is_seen(monkeypatch, tmp_path, broken):
     if broken == "sorted":
-        monkeypatch.setattr(journal, "sorted", lambda items, key=None: list(items), raising=False)
+        monkeypatch.setattr(journal.Lines, "ordered", lambda self, first: list(self))
     elif broken == "lines":  # no line is found again
-        monkeypatch.setattr(ResultFolder, "lines", lambda self, *paths: iter(()))
+        monkeypatch.setattr("mmdecode.runs.lines.lines_in", lambda *of: iter(()))
     else:
         monkeypatch.setitem(globals(), "ResultFolder", broken)
     with pytest.raises(AssertionError):
@@ -354,12 +354,14 @@ def test_a_recording_that_crashed_a_run_is_a_failure_of_the_next(tmp_path, kit):
     # a decoder that the shipped clips crash
     crash = "import os, sys\nif 'bad' in sys.argv[1]: os.abort()\n"
     out = tmp_path / "out"
-    out.mkdir()
-    (out / ".reading-0.tmp").write_text("bad")
-    (out / ".reading-1.tmp").write_text("")
     entries = [Entry(id=name, audio=str(tmp_path / f"{name}.wav")) for name in ("bad", "good")]
+    out.mkdir()
+    prepare(out, {}, False, entries)
+    (out / "parts").mkdir()
+    (out / ".reading-0.tmp").write_text("bad")
+    (out / "parts" / ".reading-1.tmp").write_text("")
     assert prepare(out, {}, True, entries).suspects == {"bad"}
-    assert not list(out.glob(".reading*"))
+    assert not list(out.rglob(".reading*"))
     for entry in entries:
         note = InFlight(tmp_path / "note", [entry.id])
         source = watched(recording(entry.audio, entry.id), note, entry.audio, crash, "mend it")
@@ -374,13 +376,54 @@ def test_a_recording_that_crashed_a_run_is_a_failure_of_the_next(tmp_path, kit):
 # Several processes
 
 
-def test_work_is_shared_by_size():
-    assert share_out([5, 1, 1, 1, 1, 1], 2) == [[0], [1, 2, 3, 4, 5]]
-    assert share_out([1, 1, 1, 3], 2) == [[3], [0, 1, 2]]
-    assert share_out([0.0] * 5, 2) == [[0, 2, 4], [1, 3]]
-    assert share_out([], 2) == [[], []]
-    shares = share_out([float(i % 9) for i in range(50)], 3)
-    assert sorted(i for share in shares for i in share) == list(range(50))
+LAUNCHED = {
+    "torchrun": ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3"}, Shard(1, 3)),
+    "one process": ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}, None),
+    "left over": ({"WORLD_SIZE": "2"}, None),
+    "array": (
+        {"SLURM_ARRAY_TASK_ID": "7", "SLURM_ARRAY_TASK_COUNT": "4", "SLURM_ARRAY_TASK_MIN": "5"},
+        Shard(3, 4),
+    ),
+    "array by steps": (
+        {
+            "SLURM_ARRAY_TASK_ID": "20",
+            "SLURM_ARRAY_TASK_COUNT": "3",
+            "SLURM_ARRAY_TASK_STEP": "10",
+        },
+        Shard(3, 3),
+    ),
+    "array with gaps": ({"SLURM_ARRAY_TASK_ID": "9", "SLURM_ARRAY_TASK_COUNT": "2"}, OptionError),
+}
+
+
+@pytest.mark.parametrize(("variables", "expected"), LAUNCHED.values(), ids=LAUNCHED)
+def test_launchers_number_shards(variables, expected, monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if expected is OptionError:
+        with pytest.raises(OptionError, match="10/2"):
+            shard_of(None)
+    else:
+        assert shard_of(None) == expected
+    assert shard_of("2/8") == Shard(2, 8) and shard_of("1/1") is None
+
+
+@pytest.mark.parametrize("text", ["0/2", "3/2", "2", "a/b", "1/0", "-1/2", ""])
+def test_what_is_no_shard_is_refused(text):
+    with pytest.raises(OptionError, match="expected INDEX/COUNT"):
+        shard_of(text)
+
+
+def test_each_process_of_a_machine_has_a_gpu_of_its_own(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert local_device("auto") == "auto"
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    asked = {"auto": "cuda:1", None: "cuda:1", "cuda": "cuda:1", "cuda:0": "cuda:0", "cpu": "cpu"}
+    assert {name: local_device(name) for name in asked} == asked
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert local_device("auto") == "auto"
 
 
 def test_alone_nothing_is_launched(monkeypatch):
@@ -388,7 +431,7 @@ def test_alone_nothing_is_launched(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")  # left over from something else
     team = Team("cuda:3")
     assert (team.rank, team.size, team.device, team.leads) == (0, 1, "cuda:3", True)
-    assert team.gather(1) == [1] and share_out([1, 2], team.size) == [[0, 1]]
+    assert team.gather(1) == [1]
     team.leave()
 
 
@@ -430,7 +473,7 @@ def test_two_processes_write_what_one_writes_and_one_continues_what_two_began(
     assert transcribe(recordings, *options, "--out", alone).returncode == 1
     done = transcribe(recordings, *options, "--out", out, processes=2)
     assert done.returncode == 1
-    assert done.stderr.count("5 transcribed, 0 done before, 1 failed") == 1, done.stderr
+    assert done.stderr.count("all shards are merged, 1 failed") == 1, done.stderr
     assert done.stderr.count("failed: ") == 1
     assert contents(out) == contents(alone)
     # as if both had been killed when each had ended some
@@ -497,7 +540,8 @@ def test_what_processes_ended_over_is_noted_once_whatever_their_number(tmp_path)
     write(tmp_path, [transcribed("c")], entries, rank=0, end=False)
     for rank, over in ((0, ["a", "c"]), (3, ["b"])):
         note = {"alone": {"c": 1}, "batch": over}
-        (tmp_path / f".decoding-{rank}").write_text(json.dumps(note))
+        home = tmp_path / "parts" if rank else tmp_path
+        (home / f".decoding-{rank}").write_text(json.dumps(note))
     for _ in range(3):  # each resumed by one process, and stopped before it decodes anything
         assert prepare(tmp_path, {"a": 1}, True, entries).alone == {"a": 0, "b": 1}
         assert [file.name for file in tmp_path.glob(".decoding-*")] == [".decoding-0"]

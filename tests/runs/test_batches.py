@@ -1,5 +1,7 @@
 """The record of a batch during which the system killed the process."""
 
+import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -70,3 +72,16 @@ def test_what_several_processes_ended_over_counts_once_for_each(tmp_path):
     killed(third, "gone")
     for paths in ((one, two, third), (third, two, one)):
         assert ended_over(paths, {"a", "b"}) == {"a": 1, "b": 0}
+
+
+def test_a_batch_within_a_unit_is_noted_alone_until_it_is_decoded(tmp_path):
+    batches = Batches(tmp_path / "note", {})
+    noted = lambda: json.loads((tmp_path / "note").read_text())["batch"]  # noqa: E731
+    with contextlib.closing(batches), batches.decoding(["a", "b", "c"]):
+        with batches.decoding(["b"]):
+            assert noted() == ["b"]
+        assert noted() == ["a", "b", "c"]
+        batches.add({"a": 1})
+        assert noted() == ["a", "b", "c"]
+        batches.cleared("a")
+        assert noted() == ["a", "b", "c"]

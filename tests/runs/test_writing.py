@@ -15,8 +15,16 @@ OWN = "mmdecode/runs/files.py"
 ALLOWED = {
     ("mmdecode/runs/crashes.py", "open"): "a note of one name, beginning with a dot, kept open and "
     "rewritten while files are read; gone after a good end",
+    ("mmdecode/runs/crashes.py", "mkdir"): "the folder of such notes of several processes",
     ("benchmarks/on_gpu.py", "open"): "the log of a step, written by its own process",
     ("benchmarks/on_gpu.py", "mkdir"): "the folder of these logs, in build",
+    ("benchmarks/scale_engines.py", "mkdir"): "the folder of results that are measured",
+    ("benchmarks/simulated.py", "open"): "a log of simulated workers, in a temporary folder",
+    ("benchmarks/scale_journal.py", "open"): "parts of results, as workers leave them, in a "
+    "temporary folder",
+    ("benchmarks/scale_journal.py", "mkdir"): "the folder of these parts",
+    ("benchmarks/scale_journal.py", "mkdtemp"): "the temporary folder",
+    ("benchmarks/scale_journal.py", "write_text"): "a switch of the kernel in /proc, no file",
     ("benchmarks/peak_memory.py", "write_text"): "a switch of the kernel in /proc, no file",
 }
 """Other ways, by module and name, each with its reason."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import tempfile
@@ -59,7 +60,8 @@ def gathered(
         for index, entry in enumerate(entries[:limit]):
             if entry.audio == STDIN:
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-                write_file(folder / "stdin", sys.stdin.buffer)
+                blocks = iter(functools.partial(sys.stdin.buffer.read, 1 << 20), b"")
+                write_file(folder / "stdin", blocks)
                 entries[index] = Entry(id="stdin", audio=str(folder / "stdin"), stdin=True)
         for name, count in Counter(entry.id for entry in entries).items():
             if count > 1:

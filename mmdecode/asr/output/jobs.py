@@ -24,7 +24,8 @@ from mmdecode.asr.output.manifest import Entry, opened
 from mmdecode.asr.output.subtitles import DEFAULT, Layout
 from mmdecode.asr.results import Failure, Transcript
 from mmdecode.asr.transcriber import Transcriber, failure_of
-from mmdecode.errors import InputError
+from mmdecode.errors import CrashError, InputError
+from mmdecode.runs.ahead import read_ahead
 from mmdecode.runs.crashes import watched
 from mmdecode.runs.files import explained, write_file
 from mmdecode.runs.items import written
@@ -54,15 +55,15 @@ class TranscriptTally(Tally):
         """Seconds of audio transcribed per second of wall-clock time."""
         return self.audio_s / self.wall_s if self.audio_s and self.wall_s else None
 
-    def add(self, position: int, result: Transcript | Failure, keep: bool) -> None:
+    def add(self, position: int, result: Transcript | Failure, keep: bool) -> bool:
         """Counts a result; see `Tally.add`."""
-        super().add(position, result, keep)
         if isinstance(result, Transcript):
             self.audio_s += result.duration_s
             self.windows += result.stats["windows"]
             self.repetitive += result.stats["looped"]
             if result.truncated is not None:
                 self.truncated[result.source] = result.truncated
+        return super().add(position, result, keep)
 
 
 class ResultFolder(Journal[Entry]):
@@ -151,7 +152,7 @@ class ResultFolder(Journal[Entry]):
         self, model: Transcriber, unit: Unit[Entry], meter: Callable[[float], None]
     ) -> Iterator[Transcript | Failure]:
         """Transcribes the recordings of a unit; see `Journal.decode`."""
-        sources = [self.source(entry) for entry in unit.items]
+        sources = read_ahead([self.source(entry) for entry in unit.items], unit.batch_size)
         return model.stream(sources, meter, watch=self.watch, batch_size=unit.batch_size)
 
     def sizes(self, items: Sequence[Entry]) -> Sequence[float]:
@@ -162,14 +163,18 @@ class ResultFolder(Journal[Entry]):
         """The name of the recording."""
         return result.source
 
+    def crashed(self, item: Entry, error: str) -> Failure:
+        """The failure of a recording; see `Journal.crashed`."""
+        kind = CrashError.__name__
+        return Failure(source=item.id, index=self._order[item.id], error=error, kind=kind)
+
     def source(self, entry: Entry) -> Source:
         """A recording whose state is recorded before it is read, and whose reading is noted.
 
         Args:
             entry: The recording. One that crashed an earlier run is first read by another process.
         """
-        problem = entry.problem or self.batches.problem(entry.id)
-        source = opened(dataclasses.replace(entry, problem=problem), self.language)
+        source = opened(entry, self.language)
         path, hint = entry.audio or "", "convert it with ffmpeg"
         return self.noting(watched(source, self.reading, path, READ, hint), self.inputs(entry))
 
@@ -200,7 +205,8 @@ class ResultFolder(Journal[Entry]):
         for path in self.inputs(entry):
             line |= self._inputs.as_read(path) or {}
         line["name"] = self._name(entry.id)
-        self.append(entry, line | dataclasses.asdict(result))
+        fields = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
+        self.append(entry, line | fields)
         return result
 
     def _write(self, entry: Entry, transcript: Transcript) -> None:

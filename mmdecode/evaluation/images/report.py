@@ -233,12 +233,13 @@ class ImageReport(Report):
         """Cost and likelihood of a mode, and the share of images that are plain decoding's too."""
         rows, one = self.found[name].rows, self.found[name].likelihood
         passes = sum(row.passes or 0 for row in rows)
+        times = [row.seconds for row in rows if row.seconds is not None]
         bits = mean_of(one.per_image * BITS / one.tokens, self.found[name].conditions)
         found = {
             "images": len(rows),
             "passes": passes / len(rows),
             "tokens_per_pass": (one.tokens - 1) * len(rows) / max(passes, 1),
-            "seconds": float(np.mean([row.seconds for row in rows])),
+            "seconds": float(np.mean(times)) if times else None,
             "bits_per_token": asdict(bits),
             "outside": float(one.outside.mean()),
             "all_tokens": asdict(one.all),

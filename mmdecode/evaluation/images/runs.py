@@ -7,6 +7,7 @@ another seed: it shows by how much two samples of one distribution differ.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -22,9 +23,9 @@ from mmdecode.image_ar.backends import reread
 from mmdecode.image_ar.generator import ImageGenerator
 from mmdecode.image_ar.loading import RasterModel
 from mmdecode.image_ar.modes import MODES, decoder_of
-from mmdecode.image_ar.results import GeneratedImage
+from mmdecode.image_ar.results import GeneratedImage, ImageRequest
 from mmdecode.runs.files import complete_lines
-from mmdecode.runs.items import Watch
+from mmdecode.runs.items import Noted, Watch
 from mmdecode.runs.rows import RowJournal
 
 ROWS = "images.jsonl"
@@ -86,7 +87,7 @@ class ImageRow:
         codes: Codes in raster order; ``None``: generation failed.
         commits: Index of the forward pass that committed each code; ``None``: generation failed.
         passes: Number of target forward passes after the prefill; ``None``: generation failed.
-        seconds: Time of the batch divided by its size; ``None``: generation failed.
+        seconds: Time of the batch divided by its size; ``None``: not known.
         error: Error message; ``None``: generation succeeded.
     """
 
@@ -180,6 +181,9 @@ class Recorder:
         self,
         journal: RowJournal[ImageRow] | None = None,
         progress: Callable[[ImageRow], None] | None = None,
+        *,
+        items: Sequence[ImageRequest] | None = None,
+        noted: Noted = contextlib.nullcontext,
     ) -> list[ImageRow]:
         """Samples the images of all modes; returns their rows, mode by mode.
 
@@ -187,12 +191,17 @@ class Recorder:
             journal: File that each row is added to as soon as it is ready. Images that it holds
                 already are not sampled again, unless they failed. ``None``: nothing is written.
             progress: Called with each new row.
+            items: Requests for images; ``None``: all.
+            noted: Records which images are being generated, see `mmdecode.runs.items.Watch`.
         """
+        requests = self.requests if items is None else items
+        for watch in self._watches.values():
+            watch.noted = noted
         found: dict[Any, ImageRow] = {}
         if journal:
             found = {key: row for key, row in journal.rows.items() if row.error is None}
-        for number, start in enumerate(range(0, len(self.requests), self.batch)):
-            batch = self.requests[start : start + self.batch]
+        for number, start in enumerate(range(0, len(requests), self.batch)):
+            batch = requests[start : start + self.batch]
             for mode in self.modes if number % 2 == 0 else self.modes[::-1]:
                 name, watch = mode.name, self._watches[mode.name]
                 todo = [one for one in batch if (name, one.condition, one.ordinal) not in found]
@@ -204,13 +213,18 @@ class Recorder:
                     if progress:
                         progress(row)
         rows = [
-            found[mode.name, one.condition, one.ordinal]
-            for mode in self.modes
-            for one in self.requests
+            found[mode.name, one.condition, one.ordinal] for mode in self.modes for one in requests
         ]
         if journal:
             journal.finish_with(rows)
         return rows
+
+    def failed(self, item: ImageRequest, error: str) -> list[ImageRow]:
+        """Rows of an image that cannot be generated, mode by mode."""
+        return [
+            ImageRow(mode=mode.name, condition=item.condition, ordinal=item.ordinal, error=error)
+            for mode in self.modes
+        ]
 
 
 def row_of(mode: str, image: GeneratedImage) -> ImageRow:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mmdecode.errors import InputError, OptionError
-from mmdecode.evaluation.task import Run, Task
+from mmdecode.evaluation.task import ENGINE, Run, Task
 
 if TYPE_CHECKING:
     from mmdecode.image_ar.loading import RasterModel
@@ -26,6 +26,7 @@ class ImageTask(Task):
         from mmdecode.evaluation.images.report import ImageReport
         from mmdecode.evaluation.images.runs import ROWS, ImageRow, Recorder, modes_of, read_images
         from mmdecode.image_ar.loading import config_of, load
+        from mmdecode.image_ar.results import request_name
         from mmdecode.models.image_classifier import ZOO_CLASSIFIER, Classifier
         from mmdecode.runs.conditions import surroundings
         from mmdecode.runs.rows import RowJournal
@@ -89,6 +90,9 @@ class ImageTask(Task):
         return Run(
             report=report,
             record=recorder.run,
+            items=recorder.requests,
+            name=request_name,
+            failed=recorder.failed,
             journal=lambda folder, resume, overwrite: RowJournal(
                 folder / ROWS, read_images, ImageRow.key, settings, resume, overwrite
             ),
@@ -175,6 +179,7 @@ IMAGES = ImageTask(
         "dtype": "auto",
         "quantize": None,
         "seed": 0,
+        **ENGINE,
     },
     helps={
         "margin": "Equivalence margin of the likelihood, in percent.",

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmdecode.errors import OptionError
-from mmdecode.evaluation.task import Run, Task
+from mmdecode.evaluation.task import ENGINE, Run, Task
+from mmdecode.runs.items import Noted, Watch
 
 if TYPE_CHECKING:
     from mmdecode.asr.correction.n_best_lists import NBestList
@@ -28,7 +33,13 @@ class NBestTask(Task):
         import transformers
 
         import mmdecode
-        from mmdecode.evaluation.nbest.methods import Method, outputs, parts_of, read_model_rows
+        from mmdecode.evaluation.nbest.methods import (
+            Method,
+            ModelRow,
+            outputs,
+            parts_of,
+            read_model_rows,
+        )
         from mmdecode.evaluation.nbest.n_best import Aligner
         from mmdecode.evaluation.nbest.report import NBestReport, NBestReports
         from mmdecode.runs.rows import RowJournal
@@ -61,6 +72,12 @@ class NBestTask(Task):
             **chosen,
         }
         sources = list(dict.fromkeys(method.source for method in methods if method.source))
+        work = [
+            _Work(source, name, one)
+            for source in sources
+            for name, parts in sets.items()
+            for one in parts.scored
+        ]
         resampling = {name: given[name] for name in self.scoring}
 
         def report(rows: Sequence[ModelRow]) -> Report:
@@ -79,7 +96,12 @@ class NBestTask(Task):
 
         return Run(
             report=report,
-            record=lambda journal, progress: _recorded(sources, sets, given, journal, progress),
+            record=partial(_recorded, work, _Models(given)),
+            items=work,
+            name=lambda one: one.name,
+            failed=lambda one, error: [
+                ModelRow(data=one.data, source=one.source, id=one.list.id, error=error)
+            ],
             journal=lambda folder, *how: RowJournal(
                 folder / self.rows,
                 read_model_rows,
@@ -87,7 +109,7 @@ class NBestTask(Task):
                 settings,
                 *how,
             ),
-            total=sum(len(parts.scored) for parts in sets.values()) * len(sources),
+            total=len(work),
             doing="scoring lists",
         )
 
@@ -112,52 +134,99 @@ def _sets(data: Sequence[str] | None, references: Path | None) -> dict[str, list
     return found
 
 
+@dataclass(frozen=True)
+class _Work:
+    """A list for a model, and the name of its set."""
+
+    source: str
+    data: str
+    list: NBestList
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Set, model and id, which tell rows apart."""
+        return self.data, self.source, self.list.id
+
+    @property
+    def name(self) -> str:
+        """The key as one text."""
+        return json.dumps(self.key, ensure_ascii=False)
+
+
 def _recorded(
-    sources: Sequence[str],
-    sets: Mapping[str, Parts],
-    given: Mapping[str, Any],
+    work: Sequence[_Work],
+    models: _Models,
     journal: RowJournal[ModelRow] | None,
     progress: Callable[[Any], None],
+    *,
+    items: Sequence[_Work] | None = None,
+    noted: Noted = contextlib.nullcontext,
 ) -> list[ModelRow]:
-    """Outputs of the methods' models for the development and test lists."""
+    """Outputs of the methods' models for the development and test lists, see `Run.record`.
+
+    Without ``items``, rows of other models in the journal come first.
+    """
     rows = [row for row in journal.rows.values() if row.error is None] if journal else []
-    for source in sources:
-        known = {(row.data, row.id) for row in rows if row.source == source}
-        todo = {
-            name: [one for one in parts.scored if (name, one.id) not in known]
-            for name, parts in sets.items()
-        }
-        for row in _made(source, todo, given):
+    known = {(row.data, row.source, row.id) for row in rows}
+    todo = [one for one in (work if items is None else items) if one.key not in known]
+    for source, lists in itertools.groupby(todo, key=lambda one: one.source):
+        for row in _made(models, source, list(lists), noted):
             rows.append(row)
             if journal:
                 journal.add(row)
             progress(row)
-    return rows
+    if items is None:
+        models.clear()
+        return rows
+    found = {(row.data, row.source, row.id): row for row in rows}
+    return [found[one.key] for one in items]
 
 
-def _made(
-    source: str, todo: Mapping[str, Sequence[NBestList]], given: Mapping[str, Any]
-) -> Iterator[ModelRow]:
-    """Runs one model on the lists of each set that have no output of it yet."""
-    from mmdecode.asr.correction.corrector import Corrector
-    from mmdecode.asr.correction.selection import TextScorer
+class _Models:
+    """The model in use: models are loaded one after the other, so that one is in memory."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self._options = {name: given[name] for name in ("device", "dtype", "batch_size")}
+        if given["quantize"] is not None:
+            self._options["quantize"] = given["quantize"]
+        self._loaded: dict[str, tuple[Any, Watch]] = {}
+
+    def __call__(self, source: str) -> tuple[Any, Watch]:
+        """Returns the model of a source, with the state of its failures."""
+        from mmdecode.asr.correction.corrector import Corrector
+        from mmdecode.asr.correction.selection import TextScorer
+
+        if source not in self._loaded:
+            self.clear()
+            kind, _, model = source.partition(":")
+            if kind == "corrector":  # thresholds are laid on preferences later, in development
+                loaded: Any = Corrector.from_pretrained(
+                    model, **self._options, copy_below=-math.inf
+                )
+            else:
+                loaded = TextScorer.from_pretrained(model, **self._options)
+            self._loaded[source] = loaded, Watch()
+        return self._loaded[source]
+
+    def clear(self) -> None:
+        """Forgets the model."""
+        self._loaded.clear()
+
+
+def _made(models: _Models, source: str, work: Sequence[_Work], noted: Noted) -> Iterator[ModelRow]:
+    """Runs one model on lists, set by set."""
     from mmdecode.evaluation.nbest.methods import corrected, scored
-    from mmdecode.runs.items import Watch
 
-    if not any(todo.values()):
-        return
-    kind, _, model = source.partition(":")
-    options = {name: given[name] for name in ("device", "dtype", "batch_size")}
-    if given["quantize"] is not None:
-        options["quantize"] = given["quantize"]
-    made: Any = corrected if kind == "corrector" else scored
-    if kind == "corrector":  # thresholds are laid on preferences later, on the development part
-        loaded: Any = Corrector.from_pretrained(model, **options, copy_below=-math.inf)
-    else:
-        loaded = TextScorer.from_pretrained(model, **options)
-    watch = Watch()
-    for name, lists in todo.items():
-        yield from made(loaded, lists, name, source, watch)
+    model, watch = models(source)
+    made: Any = corrected if source.startswith("corrector:") else scored
+    for data, found in itertools.groupby(work, key=lambda one: one.data):
+        some = list(found)
+        watch.noted = _renamed(noted, {one.list.id: one.name for one in some})
+        yield from made(model, [one.list for one in some], data, source, watch)
+
+
+def _renamed(noted: Noted, names: Mapping[str, str]) -> Noted:
+    return lambda ids: noted([names[name] for name in ids])
 
 
 def _hash(parts: Parts) -> str:
@@ -201,6 +270,7 @@ NBEST = NBestTask(
         "dtype": "auto",
         "quantize": None,
         "seed": 0,
+        **ENGINE,
     },
     helps={
         "data": "N-best lists: a .json or .jsonl file of HyPoradise, also .gz; results.jsonl of "

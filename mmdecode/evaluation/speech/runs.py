@@ -7,6 +7,7 @@ that a machine that slows down affects them alike.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from mmdecode.errors import InputError, OptionError
 from mmdecode.evaluation.speech.samples import Sample, sample_of
 from mmdecode.runs.conditions import now
 from mmdecode.runs.files import complete_lines
-from mmdecode.runs.items import Failed, tried
+from mmdecode.runs.items import Failed, Noted, tried
 
 if TYPE_CHECKING:
     from mmdecode.asr.transcriber import Transcriber
@@ -68,6 +69,7 @@ def record(
     batch_size: int | None = None,
     warmup: int = 1,
     progress: Callable[[Sample], None] | None = None,
+    noted: Noted = contextlib.nullcontext,
 ) -> list[Sample]:
     """Transcribes recordings in each mode, and measures the time.
 
@@ -81,6 +83,7 @@ def record(
         batch_size: Number of recordings in a batch; ``None``: the first transcriber's batch size.
         warmup: Untimed runs of the first batch in each mode; the leaderboard makes ten.
         progress: Called with each sample.
+        noted: Records which recordings are being decoded, see `mmdecode.runs.items.Watch`.
 
     Returns:
         One sample per mode and recording; modes in order, recordings in order.
@@ -108,7 +111,9 @@ def record(
                 for _ in range(warmup):
                     transcriber([source for _, source in loaded])
                 warm.add(mode)
-            for sample in (*failed, *_timed(transcriber, loaded, number)):
+            with noted([entry.id for entry in todo]):
+                timed = list(_timed(transcriber, loaded, number))
+            for sample in (*failed, *timed):
                 found[mode, sample.id] = sample
                 if journal:
                     journal.add(sample)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmdecode.errors import InputError, OptionError
-from mmdecode.evaluation.task import RUNNING, Run, Task, one_of, settings_in
+from mmdecode.evaluation.task import ENGINE, RUNNING, Run, Task, one_of, settings_in
 from mmdecode.runs.console import console, print_line
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ DECODING: dict[str, Any] = {
     "dtype": "auto",
     "quantize": None,
     "seed": 0,
+    **ENGINE,
 }
 """Options of every task on recordings."""
 
@@ -85,7 +86,9 @@ class RecordingTask(Task):
         settings: Mapping[str, Any],
         left_out: Sequence[str],
         begin: Callable[[], None] = lambda: None,
-        **how: Any,
+        *,
+        group: str | None = None,
+        warmup: int = 1,
     ) -> Run:
         """Loads one model, and makes a run that transcribes recordings in several ways.
 
@@ -97,12 +100,14 @@ class RecordingTask(Task):
                 `mmdecode.asr.transcriber.TranscribeOptions` that all ways have.
             left_out: Messages on rows of the data that cannot be used.
             begin: Called before the first recording is read.
-            **how: See `mmdecode.evaluation.speech.runs.record`.
+            group: See `mmdecode.evaluation.speech.runs.record`.
+            warmup: See `mmdecode.evaluation.speech.runs.record`.
         """
         from mmdecode import registry
         from mmdecode.asr.transcriber import Transcriber, load, make_options
         from mmdecode.decoder import Decoder
         from mmdecode.evaluation.speech.runs import data_hash, read_samples, record
+        from mmdecode.evaluation.speech.samples import sample_of
         from mmdecode.runs.conditions import conditions_of
         from mmdecode.runs.rows import RowJournal
 
@@ -123,13 +128,23 @@ class RecordingTask(Task):
         fixed = {name: value for name, value in conditions.items() if name != "load_average"}
         audio = {entry.id: entry.audio for entry in entries}
 
-        def recorded(journal: Any, progress: Callable[[Any], None]) -> list[Sample]:
-            begin()
-            return record(transcribers, entries, journal, progress=progress, **how)
+        def recorded(
+            journal: Any,
+            progress: Callable[[Any], None],
+            items: Sequence[Entry] = entries,
+            **noted: Any,
+        ) -> list[Sample]:
+            how = {"group": group, "warmup": warmup, "progress": progress, **noted}
+            return record(transcribers, items, journal, **how)
 
         return Run(
             report=lambda samples: self.report(samples, conditions, given),
             record=recorded,
+            begin=begin,
+            items=entries,
+            failed=lambda entry, error: [
+                sample_of(entry, mode, group, error=error) for mode in transcribers
+            ],
             journal=lambda folder, resume, overwrite: RowJournal(
                 folder / self.rows,
                 lambda path: read_samples(path.parent),

@@ -15,6 +15,7 @@ in full. Captions, multiple-choice answers and random guides are always decoded 
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -33,7 +34,7 @@ from mmdecode.errors import OptionError
 from mmdecode.evaluation.vision.items import Some, YesNoItem, text_hash
 from mmdecode.evaluation.vision.modes import NONE, Mode
 from mmdecode.guide.answers import yes_no_ids
-from mmdecode.runs.items import Watch
+from mmdecode.runs.items import Noted, Watch
 from mmdecode.runs.rows import RowJournal
 from mmdecode.vlm.answerer import Answerer
 from mmdecode.vlm.images import ImageSource
@@ -120,6 +121,9 @@ class Recorder(Generic[Some]):
         self,
         journal: RowJournal[Some] | None = None,
         progress: Callable[[Some], None] | None = None,
+        *,
+        items: Sequence[Some] | None = None,
+        noted: Noted = contextlib.nullcontext,
     ) -> list[Some]:
         """Decodes all modes; returns their rows, mode by mode and seed by seed.
 
@@ -127,14 +131,19 @@ class Recorder(Generic[Some]):
             journal: File that each row is added to as soon as it is ready; questions with an answer
                 in it are skipped, failed questions are decoded again. ``None``: no file.
             progress: Called with each new row.
+            items: Questions to decode; ``None``: all.
+            noted: Records which questions are being decoded, see `mmdecode.runs.items.Watch`.
         """
+        asked = self.items if items is None else items
+        for watch in self._watches.values():
+            watch.noted = noted
         earlier = journal.rows.items() if journal else ()
         found = {key: row for key, row in earlier if row.error is None}
         for guide in self._guides if self.warmup else ():
-            if not self._done(guide, self.items, found):
+            if not self._done(guide, asked, found):
                 self._warm(guide)
         size = self.chunk * self.batch_size
-        chunks = [self.items[i : i + size] for i in range(0, len(self.items), size)]
+        chunks = [asked[i : i + size] for i in range(0, len(asked), size)]
         for number, chunk in enumerate(chunks):
             turns = list(self._guides)
             for guide in turns if number % 2 == 0 else turns[::-1]:
@@ -148,10 +157,18 @@ class Recorder(Generic[Some]):
                         journal.add(row)
                     if progress:
                         progress(row)
-        rows = [found[key] for key in _keys(self.modes, self.items)]
+        rows = [found[key] for key in _keys(self.modes, asked)]
         if journal:
             journal.finish_with(rows)
         return rows
+
+    def failed(self, item: Some, error: str) -> list[Some]:
+        """Rows of a question that cannot be decoded, mode by mode and seed by seed."""
+        return [
+            item.answered(mode=mode.name, seed=seed, error=error)
+            for mode in self.modes
+            for seed in mode.seeds or (None,)
+        ]
 
     @property
     def prompt(self) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mmdecode.errors import InputError, MissingExtraError, OptionError, UnknownNameError
-from mmdecode.evaluation.task import Run, Task, own_code, settings_in
+from mmdecode.evaluation.task import ENGINE, Run, Task, own_code, settings_in
 from mmdecode.evaluation.vision.answers import parser_of
 from mmdecode.evaluation.vision.items import (
     ITEMS,
@@ -29,6 +29,7 @@ from mmdecode.evaluation.vision.items import (
     refuse_empty,
 )
 from mmdecode.evaluation.vision.modes import NONE, Mode, modes_of
+from mmdecode.runs.engines import LOCAL
 
 if TYPE_CHECKING:
     from mmdecode.evaluation.report.item_report import ItemReport
@@ -70,6 +71,7 @@ ASKING: dict[str, Any] = {
     "dtype": "auto",
     "quantize": None,
     "seed": 0,
+    **ENGINE,
 }
 """Options of every task on images."""
 YES_NO: dict[str, Any] = {"suffix": "none", "parser": "leading", "redraw": True}
@@ -335,7 +337,9 @@ class QuestionTask(Task):
         load_average = settings.pop("load_average")
 
         def report(rows: list[Any]) -> ItemReport[Any]:
-            conditions = {**settings, "load_average": load_average} | recorder.prompt_tokens
+            conditions = {**settings, "load_average": load_average}
+            if given["engine"] == LOCAL:  # workers' counters are not known
+                conditions |= recorder.prompt_tokens
             return self._reported(rows, modes, conditions, given)
 
         closing = contextlib.ExitStack()
@@ -351,6 +355,8 @@ class QuestionTask(Task):
                 overwrite,
                 lambda item: questions.file(item.image),
             ),
+            items=questions.items,
+            failed=recorder.failed,
             total=recorder.total,
             doing="asking",
             notes=settings["notes"],
@@ -418,6 +424,7 @@ def _record(
     closing: contextlib.ExitStack,
     journal: RowJournal[Any] | None,
     progress: Callable[[Any], None],
+    **part: Any,
 ) -> list[Any]:
     """Decodes all modes; notes which image is being read, in case reading it ends the process."""
     from mmdecode.runs.crashes import InFlight, suspects_in
@@ -432,7 +439,7 @@ def _record(
             return journal.noting(watched(questions.image(name), reading), [path] if path else [])
 
         recorder.image = image
-    return recorder.run(journal, progress)
+    return recorder.run(journal, progress, **part)
 
 
 def zoo_image(name: str) -> bytes:

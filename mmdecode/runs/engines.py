@@ -1,0 +1,138 @@
+"""`Engine`: where the units of work of a folder are decoded; the results do not depend on it."""
+
+from __future__ import annotations
+
+import pickle
+import pkgutil
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mmdecode.errors import InputError, OptionError, UnknownNameError
+
+if TYPE_CHECKING:
+    from mmdecode.runs.journal import Journal
+    from mmdecode.runs.units import Prepared, Unit
+
+LOCAL = "local"
+ENGINES = {
+    LOCAL: "mmdecode.runs.work:in_this_process",
+    "processes": "mmdecode.runs.processes:in_processes",
+    "ray": "mmdecode.runs.ray_data:on_ray",
+}
+"""Engines by name, as ``module:FUNCTION``."""
+TIME_LIMIT_S = 600.0
+"""Seconds without progress after which a worker ends."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Where and by how many workers units of work are decoded.
+
+    A worker loads the model once. One that ends, or makes no progress for too long, is replaced,
+    and what it was decoding is decoded again, item by item, see `mmdecode.runs.crashes`.
+
+    Attributes:
+        name: ``local``: this process; ``processes``: worker processes of this machine, see
+            `mmdecode.runs.processes`; ``ray``: workers of a Ray cluster, or of this machine if
+            there is none, see `mmdecode.runs.ray_data`.
+        workers: Number of workers; for Ray also ``MIN:MAX``. ``None``: one per GPU, or two.
+        time_limit_s: Seconds without progress after which a worker ends.
+        gpus: GPUs of a worker, for Ray; a fraction lets workers share one, whose memory they have
+            to share, too. ``None``: 1 if the model is loaded on CUDA.
+        cpus: CPUs of a worker, for Ray.
+
+    Raises:
+        UnknownNameError: There is no engine of that name.
+        OptionError: Another value is not valid, or does nothing with this engine.
+    """
+
+    name: str = LOCAL
+    workers: int | str | None = None
+    time_limit_s: float = TIME_LIMIT_S
+    gpus: float | None = None
+    cpus: float = 1
+
+    def __post_init__(self) -> None:
+        if self.name not in ENGINES:
+            raise UnknownNameError.of("engine", self.name, ENGINES)
+        low, high = self.bounds
+        if not 1 <= low <= high:
+            raise OptionError(f"{self.workers!r} workers; expected a number, or MIN:MAX")
+        if low < high and self.name != "ray":
+            raise OptionError(f"{self.workers} workers need --engine ray; give one number")
+        if self.time_limit_s <= 0 or self.cpus <= 0 or (self.gpus or 0) < 0:
+            raise OptionError("time limit, GPUs and CPUs of a worker are positive numbers")
+        idle = [] if self.workers is None or self.name != LOCAL else ["--workers"]
+        if self.name != "ray":
+            idle += ["--gpus-per-worker"] * (self.gpus is not None)
+            idle += ["--cpus-per-worker"] * (self.cpus != 1)
+        if idle:
+            raise OptionError(f"{' and '.join(idle)} does nothing with --engine {self.name}")
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Smallest and largest number of workers."""
+        if self.workers is None:
+            import torch
+
+            count = torch.cuda.device_count() or 2
+            return count, count
+        found = re.fullmatch(r"(\d+)(?::(\d+))?", str(self.workers))
+        return (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+
+    @property
+    def count(self) -> int:
+        """Largest number of processes that decode."""
+        return 1 if self.name == LOCAL else self.bounds[1]
+
+    def decode(
+        self, job: Job, units: Sequence[Unit[Any]], meter: Callable[[float], None]
+    ) -> Iterator[tuple[str, Any]]:
+        """Decodes units; yields id and result of each item, some twice, see `work.decoded`.
+
+        Args:
+            job: The job, whose folder is open.
+            units: The units.
+            meter: Called with the increase of what `Journal.measure` names.
+        """
+        found: Iterator[tuple[str, Any]] = pkgutil.resolve_name(ENGINES[self.name])(
+            self, job, units, meter
+        )
+        return found
+
+
+@dataclass
+class Job:
+    """A folder and the loader of the model, for workers.
+
+    Attributes:
+        folder: The folder.
+        load: Loads the model.
+        prepared: State of the folder before the run.
+        stats: Counters of the decoders, one dictionary for each, see `mmdecode.engine.stats`.
+    """
+
+    folder: Journal[Any]
+    load: Callable[[], Any]
+    prepared: Prepared
+    stats: list[dict[str, Any]]
+
+    def packed(self, how: Any = pickle) -> bytes:
+        """Returns the job for other processes.
+
+        Args:
+            how: Module with ``dumps``.
+
+        Raises:
+            InputError: It cannot be pickled.
+        """
+        try:
+            data: bytes = how.dumps((self.folder, self.load, self.prepared._replace(work=[])))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise InputError(
+                f"workers cannot be given the job: {error}; expected a function of a module to "
+                "load the model, and no lambda"
+            ) from error
+        return data

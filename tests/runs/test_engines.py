@@ -1,0 +1,193 @@
+"""Each engine gives the files that one process gives, whatever ends its workers."""
+
+import functools
+import os
+import signal
+import sys
+import time
+
+import psutil
+import pytest
+
+from mmdecode.errors import InputError, MMDecodeError, OptionError
+from mmdecode.runs.engines import Engine
+from mmdecode.runs.memory import share_gpu
+from mmdecode.runs.work import run
+from tests.runs.faults import reported, started, workers_of
+from tests.runs.stand_in import decoded, folder_of, load, names
+from tests.support.files import contents, json_lines
+
+PROCESSES = pytest.param("processes", marks=[])
+RAY = pytest.param("ray", marks=[pytest.mark.slow, pytest.mark.timeout(300)])
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")
+ENGINES = pytest.mark.parametrize("engine", [PROCESSES, RAY])
+SLOWLY = pytest.mark.parametrize(
+    "engine", [pytest.param("processes", marks=[pytest.mark.slow, pytest.mark.timeout(300)]), RAY]
+)
+
+
+@pytest.fixture(autouse=True)
+def _installed(request):
+    if "ray" in request.node.name:
+        pytest.importorskip("ray.data")
+
+
+@pytest.fixture
+def whole(tmp_path):
+    """Files of a run by one process, by clips."""
+
+    def call(clips):
+        out = tmp_path / "whole"
+        run(folder_of(out, clips), load)
+        return contents(out)
+
+    return call
+
+
+@ENGINES
+def test_workers_write_the_files_of_one_process(engine, whole, tmp_path):
+    out, clips = tmp_path / "out", names(50, **{"raise": 7})
+    tally = decoded(folder_of(out, clips), engine)
+    expected = whole(clips)
+    assert contents(out) == expected
+    assert (tally.done, tally.done_before, list(tally.failures)) == (49, 0, [7])
+    assert tally.audio_s == sum(range(50)) - 7 and tally.stats["calls"] == 2
+    again = decoded(folder_of(out, clips, resume=True), engine, workers=1)
+    assert (again.done, again.done_before, list(again.failures)) == (0, 49, [7])
+    assert contents(out) == expected
+
+
+@SLOWLY
+def test_what_ends_or_stops_workers_fails_alone(engine, tmp_path):
+    special = {"kill": 3, "crash": 8, "memory": 14, "hang": 21, "raise": 30}
+    clips, out = names(40, **special), tmp_path / "out"
+    tally = decoded(folder_of(out, clips), engine, time_limit_s=4)
+    lines = json_lines(out / "results.jsonl")
+    assert [line["id"] for line in lines] == clips  # none is lost, none is there twice
+    failed = {line["id"]: line["kind"] for line in lines if "error" in line}
+    crashed = dict.fromkeys(["kill-3", "crash-8", "memory-14", "hang-21"], "CrashError")
+    assert failed == crashed | {"raise-30": "ValueError"}
+    assert tally.done == 35 and list(tally.failures) == [3, 8, 14, 21, 30]
+    assert all("2 times while it decoded this input alone" in lines[i]["error"] for i in (3, 21))
+    run(folder_of(tmp_path / "one", names(40)), load)
+    good = json_lines(tmp_path / "one" / "results.jsonl")
+    for mine, theirs in zip(lines, good, strict=True):
+        assert "error" in mine or mine == theirs
+    assert not [path for path in out.iterdir() if path.name.startswith(".deco")]
+
+
+@SLOWLY
+def test_what_happens_once_leaves_no_trace(engine, whole, tmp_path):
+    special = {"kill": 3, "torn": 9, "crash": 20, "device": 30}
+    clips, out = names(40, **special), tmp_path / "out"
+    (tmp_path / "once").mkdir()
+    once = functools.partial(load, once=tmp_path / "once")
+    tally = decoded(folder_of(out, clips), engine, once)
+    assert tally.done == 40 and not tally.failures
+    happened = {path.name for path in (tmp_path / "once").iterdir()}
+    assert happened == {"kill-3", "torn-9", "crash-20", "device-30"}
+    plain = functools.partial(load, once=tmp_path / "once")
+    run(folder_of(tmp_path / "whole", clips), plain)
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+ERRORS = {
+    "full": r"No space left on device.*continue with --resume",
+    "limited": r"File too large.*continue with --resume",
+    "wrong": "the model answered for other-1, which it was not given",
+}
+
+
+@SLOWLY
+@pytest.mark.parametrize("kind", ERRORS)
+def test_an_error_of_all_ends_the_job_and_resume_goes_on(engine, kind, tmp_path):
+    clips, out = names(40, **{kind: 25}), tmp_path / "out"
+    (tmp_path / "once").mkdir()
+    once = functools.partial(load, once=tmp_path / "once")
+    with pytest.raises(MMDecodeError, match=ERRORS[kind]):
+        decoded(folder_of(out, clips), engine, once)
+    decoded(folder_of(out, clips, resume=True), engine, once)
+    run(folder_of(tmp_path / "whole", clips), once)
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_a_job_that_no_worker_can_begin_is_refused(tmp_path):
+    with pytest.raises(MMDecodeError, match="no such thing"):
+        decoded(folder_of(tmp_path / "out", names(4)), load=refusing, workers=1)
+    with pytest.raises(MMDecodeError, match=r"5 workers in a row .* exit code 9"):
+        decoded(folder_of(tmp_path / "out", names(4)), load=ending, workers=1)
+    with pytest.raises(InputError, match="expected a function of a module"):
+        decoded(folder_of(tmp_path / "out", names(4)), load=lambda: load())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_ray_ends_where_no_worker_can_begin(tmp_path):
+    pytest.importorskip("ray.data")
+    with pytest.raises(MMDecodeError, match="no such thing"):
+        decoded(folder_of(tmp_path / "out", names(4)), "ray", refusing)
+
+
+def refusing():
+    raise OptionError("no such thing")
+
+
+def ending():
+    os._exit(9)
+
+
+@SLOWLY
+def test_a_run_that_is_stopped_ends_its_workers_within_ten_seconds(engine, whole, tmp_path):
+    clips, out = names(60), tmp_path / "out"
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+        going = started(out, 60, engine, seconds=0.4)
+        before = len(reported(out))
+        while len(reported(out)) == before:
+            assert going.poll() is None
+            time.sleep(0.05)
+        workers = workers_of(going)
+        going.send_signal(number)
+        began = time.monotonic()
+        going.wait(10)
+        psutil.wait_procs(workers, timeout=10 - (time.monotonic() - began))
+        assert not [worker for worker in workers if worker.is_running()], "workers go on"
+        assert 0 < len(reported(out)) < 60
+    tally = decoded(folder_of(out, clips, resume=True), engine)
+    assert tally.done_before > 0 and contents(out) == whole(clips)
+
+
+def test_results_that_are_printed_take_no_workers(tmp_path):
+    with pytest.raises(OptionError, match="give --out"):
+        decoded(folder_of(tmp_path, names(2)), temporary=True)
+
+
+REFUSED = {
+    "workers": ({"workers": "0"}, "expected a number, or MIN:MAX"),
+    "bounds": ({"workers": "3:2", "name": "ray"}, "expected a number, or MIN:MAX"),
+    "bounds of processes": ({"workers": "1:2"}, "need --engine ray"),
+    "local workers": ({"name": "local"}, "--workers does nothing with --engine local"),
+    "shares of a GPU": ({"gpus": 0.5}, "--gpus-per-worker does nothing with --engine processes"),
+    "unknown": ({"name": "threads"}, "processes"),
+    "no time": ({"time_limit_s": 0}, "positive"),
+}
+
+
+@pytest.mark.parametrize(("how", "problem"), REFUSED.values(), ids=REFUSED)
+def test_what_an_engine_does_not_take_is_refused(how, problem):
+    with pytest.raises(MMDecodeError, match=problem):
+        Engine(**{"name": "processes", "workers": 2, **how})
+
+
+def test_without_ray_one_line_says_the_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(MMDecodeError, match=r"pip install 'mmdecode\[scale\]'"):
+        decoded(folder_of(tmp_path, names(2)), "ray")
+
+
+def test_workers_that_share_a_gpu_share_its_memory(monkeypatch):
+    limits = []
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.set_per_process_memory_fraction", limits.append)
+    for share in (0, 0.25, 1, 2):
+        share_gpu(share)
+    assert limits == [0.25]

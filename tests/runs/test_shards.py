@@ -1,0 +1,144 @@
+"""Processes that each decode a share of a folder, at any times, give the files of one process."""
+
+import contextlib
+import json
+import threading
+
+import pytest
+
+from mmdecode.errors import InputError, OptionError
+from mmdecode.runs import locks
+from mmdecode.runs.distributed import Shard
+from mmdecode.runs.files import claimed
+from mmdecode.runs.journal import Journal
+from mmdecode.runs.locks import Claim
+from mmdecode.runs.work import run
+from tests.runs.stand_in import folder_of, load, names
+from tests.support.files import contents, json_lines
+
+CLIPS = names(40, **{"raise": 7})
+
+
+def shard(out, index, count=3, clips=CLIPS, loader=load, **how):
+    return run(folder_of(out, clips, **how), loader, shard=Shard(index, count))
+
+
+@pytest.fixture
+def whole(tmp_path):
+    run(folder_of(tmp_path / "whole", CLIPS), load)
+    return contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("order", [(1, 2, 3), (3, 1, 2), (2, 2, 3, 1)])
+def test_shards_one_after_the_other(order, whole, tmp_path):
+    out = tmp_path / "out"
+    tallies = [shard(out, index) for index in order]
+    assert [tally.others_failed for tally in tallies[:-1]] == [None] * (len(order) - 1)
+    assert sum(tally.done for tally in tallies) == 39
+    assert [tally.fine for tally in tallies] == [True] * (len(order) - 1) + [False]
+    assert contents(out) == whole
+    assert "shard 1/3: " in tallies[order.index(1)].counted("done")
+    assert "all shards are merged, 1 failed" in tallies[-1].counted("done")
+
+
+def test_shards_at_once(whole, tmp_path):
+    out, tallies, gate = tmp_path / "out", {}, threading.Barrier(3)
+
+    def slowly():
+        gate.wait(20)  # all have the folder
+        return load(0.01)
+
+    def go(index):
+        tallies[index] = shard(out, index, loader=slowly)
+
+    threads = [threading.Thread(target=go, args=(index,)) for index in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert contents(out) == whole
+    assert sorted(tally.others_failed is None for tally in tallies.values()) == [False, True, True]
+    assert sum(tally.done for tally in tallies.values()) == 39
+
+
+def test_one_that_joins_decodes_its_share_alone_and_merges_nothing(whole, tmp_path):
+    out = tmp_path / "out"
+    with claimed(out, shared=True) as claim:
+        first = folder_of(out, CLIPS)
+        first.resume = True
+        first.begin()
+        first.shares = 3
+        first.plan()
+        claim.share()
+        tally = shard(out, 2, clips=[*CLIPS, "new-1"])  # new: for a later run
+        assert tally.others_failed is None
+        parts = [path.name for path in (out / "parts").glob("rank-*")]
+        assert parts == ["rank-2.jsonl"] and not json_lines(out / "results.jsonl")
+        with pytest.raises(OptionError, match="another run is writing"), claimed(out):
+            pass
+    run(folder_of(out, CLIPS, resume=True), load)
+    assert contents(out) == whole
+
+
+def test_what_a_shard_ended_over_is_known_to_its_next_process(tmp_path):
+    out = tmp_path / "out"
+    with claimed(out, shared=True) as claim:
+        first = folder_of(out, CLIPS)
+        first.resume = True
+        first.begin()
+        first.shares = 3
+        prepared = first.plan()
+        claim.share()
+        [mine, *_] = prepared.work[1::3]
+        bad = mine[1][1]
+        (out / "parts").mkdir(exist_ok=True)
+        note = {"alone": {bad: 1}, "batch": [bad]}
+        (out / "parts" / ".decoding-2").write_text(json.dumps(note))
+        tally = shard(out, 2)
+    [failure] = tally.failures.values()
+    assert failure.source == bad
+    assert "2 times while it decoded this input alone" in failure.error
+
+
+def test_a_run_that_has_the_folder_alone_is_waited_for_and_then_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(locks, "PATIENCE_S", 0.3)
+    with claimed(tmp_path), pytest.raises(OptionError, match="another run is writing"):
+        shard(tmp_path, 1)
+    monkeypatch.setattr(locks, "PATIENCE_S", 20.0)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(claimed(tmp_path))
+        threading.Timer(0.3, stack.pop_all().close).start()
+        shard(tmp_path, 1, 2)
+
+
+def test_a_file_system_without_locks_is_refused(tmp_path, monkeypatch):
+    import fcntl
+
+    def without(handle, kind):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", without)
+    with pytest.raises(InputError, match=r"has no locks \(No locks available\).*NFS 4"):
+        run(folder_of(tmp_path / "out", CLIPS), load)
+
+
+def test_a_shard_that_prints_is_refused(tmp_path):
+    with pytest.raises(OptionError, match=r"shard 1/2 writes results to a folder; give --out"):
+        run(folder_of(tmp_path, CLIPS), load, temporary=True, shard=Shard(1, 2))
+
+
+def always(self):
+    return True
+
+
+@pytest.mark.parametrize(
+    ("what", "name", "mistake"),
+    [
+        (Claim, "alone", always),
+        (Journal, "merge", lambda self, *_: None),
+    ],
+)
+def test_broken_sharing_is_noticed(what, name, mistake, whole, tmp_path, monkeypatch):
+    monkeypatch.setattr(what, name, mistake)
+    with pytest.raises((AssertionError, OptionError, FileNotFoundError)):
+        test_one_that_joins_decodes_its_share_alone_and_merges_nothing(whole, tmp_path)
