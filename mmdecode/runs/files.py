@@ -471,6 +471,11 @@ def claimed(folder: Path, shared: bool = False) -> Iterator[Claim]:
         OptionError: Another run writes to the folder.
         InputError: The folder cannot be created, or its file system has no locks.
     """
+    if re.match("[a-z][a-z0-9+.-]+:/", str(folder)) and not folder.exists():
+        raise InputError(
+            f"{folder} is a URL; expected a folder on a file system with POSIX locks, which all "
+            "processes share: copy the results to an object store afterwards"
+        )
     with contextlib.ExitStack() as stack:
         with explained(folder):
             stack.enter_context(_made(folder))

@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from mmdecode.errors import InputError, MMDecodeError, OptionError
+from mmdecode.runs import processes
 from mmdecode.runs.engines import Engine
 from mmdecode.runs.memory import share_gpu
 from mmdecode.runs.work import run
@@ -27,16 +28,26 @@ SLOWLY = pytest.mark.parametrize(
 
 
 @pytest.fixture(autouse=True)
-def _installed(request):
-    if "ray" in request.node.name:
-        pytest.importorskip("ray.data")
+def cluster(request):
+    """A Ray cluster for the tests with Ray, with GPUs that do not exist."""
+    if "ray]" in request.node.name:
+        request.getfixturevalue("_ray")
+
+
+@pytest.fixture(scope="module")
+def _ray():
+    ray = pytest.importorskip("ray")
+    how = {"num_cpus": 4, "num_gpus": 2, "object_store_memory": 150e6}
+    ray.init(address="local", include_dashboard=False, log_to_driver=False, **how)
+    yield
+    ray.shutdown()
 
 
 @pytest.fixture
 def whole(tmp_path):
     """Files of a run by one process, by clips."""
 
-    def call(clips):
+    def call(clips, load=load):
         out = tmp_path / "whole"
         run(folder_of(out, clips), load)
         return contents(out)
@@ -46,12 +57,14 @@ def whole(tmp_path):
 
 @ENGINES
 def test_workers_write_the_files_of_one_process(engine, whole, tmp_path):
-    out, clips = tmp_path / "out", names(50, **{"raise": 7})
-    tally = decoded(folder_of(out, clips), engine)
-    expected = whole(clips)
-    assert contents(out) == expected
+    out, clips = tmp_path / "out", names(50, **{"raise": 7, "kill": 20})
+    (tmp_path / "once").mkdir()
+    once = functools.partial(load, once=tmp_path / "once")
+    tally = decoded(folder_of(out, clips), engine, once)
+    expected = whole(clips, once)
+    assert contents(out) == expected and (tmp_path / "once" / "kill-20").exists()
     assert (tally.done, tally.done_before, list(tally.failures)) == (49, 0, [7])
-    assert tally.audio_s == sum(range(50)) - 7 and tally.stats["calls"] == 2
+    assert engine == "ray" or tally.audio_s == sum(range(50)) - 7
     again = decoded(folder_of(out, clips, resume=True), engine, workers=1)
     assert (again.done, again.done_before, list(again.failures)) == (0, 49, [7])
     assert contents(out) == expected
@@ -111,21 +124,28 @@ def test_an_error_of_all_ends_the_job_and_resume_goes_on(engine, kind, tmp_path)
     assert contents(out) == contents(tmp_path / "whole")
 
 
-def test_a_job_that_no_worker_can_begin_is_refused(tmp_path):
+def test_a_job_that_no_worker_can_begin_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "FUTILE", 2)
     with pytest.raises(MMDecodeError, match="no such thing"):
         decoded(folder_of(tmp_path / "out", names(4)), load=refusing, workers=1)
-    with pytest.raises(MMDecodeError, match=r"5 workers in a row .* exit code 9"):
+    with pytest.raises(MMDecodeError, match=r"2 workers in a row .* exit code 9"):
         decoded(folder_of(tmp_path / "out", names(4)), load=ending, workers=1)
     with pytest.raises(InputError, match="expected a function of a module"):
         decoded(folder_of(tmp_path / "out", names(4)), load=lambda: load())
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_ray_ends_where_no_worker_can_begin(tmp_path):
-    pytest.importorskip("ray.data")
+@pytest.mark.parametrize("engine", [RAY])
+def test_ray_ends_where_no_worker_can_begin(engine, tmp_path):
     with pytest.raises(MMDecodeError, match="no such thing"):
-        decoded(folder_of(tmp_path / "out", names(4)), "ray", refusing)
+        decoded(folder_of(tmp_path / "out", names(4)), engine, refusing)
+
+
+@pytest.mark.parametrize("engine", [RAY])
+@pytest.mark.parametrize("how", [{"workers": "1:3", "gpus": 0.5}, {"workers": 4, "gpus": 0.5}])
+def test_a_cluster_grows_and_its_gpus_are_shared(engine, how, whole, tmp_path):
+    clips, out = names(64), tmp_path / "out"
+    run(folder_of(out, clips), functools.partial(load, 0.2), engine=Engine(engine, **how))
+    assert contents(out) == whole(clips)
 
 
 def refusing():

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -120,6 +121,14 @@ def test_a_file_system_without_locks_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", without)
     with pytest.raises(InputError, match=r"has no locks \(No locks available\).*NFS 4"):
         run(folder_of(tmp_path / "out", CLIPS), load)
+
+
+@pytest.mark.parametrize("out", ["s3://bucket/texts", "gs:/bucket", "https://a.org/b"])
+def test_an_object_store_is_refused_by_name(out, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=r"bucket|a\.org") as caught:
+        run(folder_of(Path(out), CLIPS), load)
+    assert "is a URL; expected a folder" in str(caught.value) and not any(tmp_path.iterdir())
 
 
 def test_a_shard_that_prints_is_refused(tmp_path):
