@@ -38,7 +38,9 @@ def cluster(request):
 def _ray():
     ray = pytest.importorskip("ray")
     how = {"num_cpus": 4, "num_gpus": 2, "object_store_memory": 150e6}
-    ray.init(address="local", include_dashboard=False, log_to_driver=False, **how)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        ray.init(address="local", include_dashboard=False, log_to_driver=False, **how)
     yield
     ray.shutdown()
 
