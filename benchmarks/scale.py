@@ -111,10 +111,10 @@ def of_engines(found: dict[str, Any]) -> str:
     header = ["engine", "workers", "after the start, s", "with a killed worker, s", "lost, s"]
     shown_killed = table([*header, "items decoded twice", "items done"], lines)
     shown += (
-        f"\n\nThe same, where a worker is killed when half is done:\n\n{shown_killed}\n\n"
+        f"\n\nThe same, where a worker is killed when almost half is done:\n\n{shown_killed}\n\n"
         "Lost are the start of another worker, and the batch that was being decoded, whose items "
-        "are decoded again one by one; the rest of its unit is decoded again, too, since what "
-        "stands in a batch must not depend on it."
+        "are decoded again one by one; complete batches of its unit are decoded again, too, "
+        "since batches must not depend on what was done."
     )
     if not found["real"]:
         return shown
