@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeVar, get_origin
@@ -192,9 +193,22 @@ def engine_of(given: Mapping[str, Any]) -> Engine:
     """Returns the engine that a command is given, see `mmdecode.runs.engines`.
 
     Raises:
-        OptionError: An option is not valid.
+        OptionError: An option is not valid, or does not go with workers.
     """
-    return Engine(given["engine"], **picked(given, "workers time_limit_s gpus cpus"))
+    engine = Engine(given["engine"], **picked(given, "workers time_limit_s gpus cpus"))
+    if engine.name == LOCAL:
+        return engine
+    if given.get("device_map") or re.fullmatch(r"cuda:\d+", given.get("device") or ""):
+        raise OptionError(
+            f"--engine {engine.name} gives each worker a GPU of its own; leave out --device-map, "
+            "and the number of --device"
+        )
+    if "LOCAL_RANK" in os.environ:
+        raise OptionError(
+            f"a launcher started several processes, and each would start workers for --engine "
+            f"{engine.name}; leave out one of both"
+        )
+    return engine
 
 
 def model_option(what: str, example: str, **how: Any) -> Any:

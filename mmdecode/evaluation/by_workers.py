@@ -129,6 +129,7 @@ class RowsFolder(Journal[Piece]):
         **how: Any,
     ) -> None:
         super().__init__(folder, settings, pieces, **how)
+        self.shown = folder.parent
         self._complete = set(complete)
 
     def inputs(self, item: Piece) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import pkgutil
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -40,7 +41,7 @@ class Engine:
         workers: Number of workers; for Ray also ``MIN:MAX``. ``None``: one per GPU, or two.
         time_limit_s: Seconds without progress after which a worker ends.
         gpus: GPUs of a worker, for Ray; a fraction lets workers share one, whose memory they have
-            to share, too. ``None``: 1 if the model is loaded on CUDA.
+            to share, too. ``None``: 1 if the cluster has any.
         cpus: CPUs of a worker, for Ray.
 
     Raises:
@@ -57,14 +58,17 @@ class Engine:
     def __post_init__(self) -> None:
         if self.name not in ENGINES:
             raise UnknownNameError.of("engine", self.name, ENGINES)
-        low, high = self.bounds
+        if self.name == "processes" and sys.platform == "win32":
+            raise OptionError("--engine processes needs Linux or macOS; leave it out")
+        low, high = (1, 1) if self.workers is None else self.bounds
         if not 1 <= low <= high:
             raise OptionError(f"{self.workers!r} workers; expected a number, or MIN:MAX")
         if low < high and self.name != "ray":
             raise OptionError(f"{self.workers} workers need --engine ray; give one number")
         if self.time_limit_s <= 0 or self.cpus <= 0 or (self.gpus or 0) < 0:
             raise OptionError("time limit, GPUs and CPUs of a worker are positive numbers")
-        idle = [] if self.workers is None or self.name != LOCAL else ["--workers"]
+        idle = ["--workers"] * (self.workers is not None and self.name == LOCAL)
+        idle += ["--time-limit"] * (self.time_limit_s != TIME_LIMIT_S and self.name == LOCAL)
         if self.name != "ray":
             idle += ["--gpus-per-worker"] * (self.gpus is not None)
             idle += ["--cpus-per-worker"] * (self.cpus != 1)
@@ -128,11 +132,14 @@ class Job:
         Raises:
             InputError: It cannot be pickled.
         """
+        home = getattr(getattr(self.load, "func", self.load), "__module__", None)
         try:
+            if how is pickle and home == "__main__":
+                raise AttributeError("the function is in a script, which they do not run")
             data: bytes = how.dumps((self.folder, self.load, self.prepared._replace(work=[])))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise InputError(
                 f"workers cannot be given the job: {error}; expected a function of a module to "
-                "load the model, and no lambda"
+                "load the model, and no lambda or function of a script"
             ) from error
         return data

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 import mmdecode
 from mmdecode.errors import InputError, OptionError
 from mmdecode.runs.conditions import changes_of
-from mmdecode.runs.locks import Claim, locked
+from mmdecode.runs.locks import Claim, locked, refuse_url
 
 RUN = "run.json"
 
@@ -471,11 +471,7 @@ def claimed(folder: Path, shared: bool = False) -> Iterator[Claim]:
         OptionError: Another run writes to the folder.
         InputError: The folder cannot be created, or its file system has no locks.
     """
-    if re.match("[a-z][a-z0-9+.-]+:/", str(folder)) and not folder.exists():
-        raise InputError(
-            f"{folder} is a URL; expected a folder on a file system with POSIX locks, which all "
-            "processes share: copy the results to an object store afterwards"
-        )
+    refuse_url(folder)
     with contextlib.ExitStack() as stack:
         with explained(folder):
             stack.enter_context(_made(folder))

@@ -45,7 +45,7 @@ from mmdecode.runs.files import (
     write_file,
 )
 from mmdecode.runs.items import Watch
-from mmdecode.runs.lines import PARTS, RESULTS, Lines, ended, lines_in, state_of
+from mmdecode.runs.lines import PARTS, RESULTS, Lines, drop_torn, ended, lines_in, state_of
 from mmdecode.runs.locks import lock
 from mmdecode.runs.units import Item, Prepared, Unit, cut, unfinished
 from mmdecode.runs.work import Tally
@@ -72,6 +72,7 @@ class Journal(Generic[Item]):
 
     Attributes:
         resume: Whether to continue existing results.
+        shown: Folder that messages name.
         done: Ids of the items that have a result.
         changed: Ids of items whose input files have changed; they are computed again.
         reading: Note on disk of the file that is being read, to be found after a crash.
@@ -112,7 +113,7 @@ class Journal(Generic[Item]):
         command: Sequence[str] = (),
     ) -> None:
         self.command = command
-        self.folder, self.path = folder, folder / RESULTS
+        self.folder, self.path, self.shown = folder, folder / RESULTS, folder
         self.items, self.batch_size = items, batch_size
         self._settings, self.resume, self._overwrite = settings, resume, overwrite
         self._tree, self._replaced = tree, False
@@ -263,15 +264,18 @@ class Journal(Generic[Item]):
                 self.merge(self.changed, lines)
         return Prepared(suspects, self.changed, alone, work, self._replaced)
 
-    def joined(self) -> Prepared:
+    def joined(self, rank: str) -> Prepared:
         """State of a folder that another process has prepared and is writing to.
 
         Items that are not among the units of that process are left out.
+
+        Args:
+            rank: Name of this process; an earlier one of that name may have ended.
         """
         known = cut(self._before["work"], (), self.batch_size)
         names = {self.noted_as(item) for item in self.items}
-        alone = ended_over(self._notes(DECODING), names)
-        return Prepared(set(suspects_in(self._notes(READING))), set(), alone, known)
+        reading, decoding = (self._notes(kind, rank) for kind in (READING, DECODING))
+        return Prepared(set(suspects_in(reading)), set(), ended_over(decoding, names), known)
 
     def _check(self) -> Lines:
         """Checks that ids still belong to the same items; finds those that are done or changed."""
@@ -335,7 +339,10 @@ class Journal(Generic[Item]):
         if self._seen:
             return
         self.done.clear()
-        for raw, name, line in self.lines(self.path):
+        # of the parts, those of a process of this name that has ended, and of its workers
+        own = () if self._rank is None else (self._rank, f"{self._rank}-*")
+        parts = (part for one in own for part in (self.folder / PARTS).glob(f"rank-{one}.jsonl"))
+        for raw, name, line in self.lines(self.path, *parts):
             if "error" in line:
                 self._failed[name] = raw
             else:
@@ -343,14 +350,15 @@ class Journal(Generic[Item]):
 
     def _opened(self) -> BinaryIO:
         """Opens the file for this process's lines, and deletes older results to be replaced."""
-        if self._replaced:
-            self._replaced = False
+        if self._replaced and self._rank is None:  # a worker leaves it to who started it
             self.path.unlink(missing_ok=True)
             self._note_run(self._work, self._overwrite)
+        self._replaced = False
         part = f"{PARTS}/rank-{self._rank}.jsonl"
         file = open_append(self.path if self._rank is None else self.folder / part)
         try:
             lock(file.fileno(), self.folder)
+            drop_torn(Path(file.name))
         except BaseException:
             file.close()
             raise
@@ -374,11 +382,13 @@ class Journal(Generic[Item]):
         then read with the same care.
         """
         names = [self.noted_as(item) for item in unit.items]
+        read = {*names, *(file for item in unit.items for file in self.inputs(item))}
+        suspects = read.intersection(suspects_in(set(self._notes(READING)) - {self.note(READING)}))
+        self.reading.add(dict.fromkeys(suspects, 0))
         for note in set(self._notes(DECODING)) - {self.note(DECODING)}:
             if not (found := ended_over([note], names)):
                 continue
             self.batches.add(found)
-            self.reading.add(dict.fromkeys(suspects_in(self._notes(READING)), 0))
             rank = note.name.removeprefix(DECODING.format(""))
             for _, name, line in self.lines(note.with_name(f"rank-{rank}.jsonl")):
                 if "error" not in line:
@@ -495,6 +505,8 @@ class Journal(Generic[Item]):
         """Path of this process's note of what it reads or decodes."""
         return self.folder / (PARTS if self._rank else "") / kind.format(self.rank)
 
-    def _notes(self, kind: str) -> list[Path]:
-        name = kind.format("*")
-        return sorted([*self.folder.glob(kind.format(0)), *(self.folder / PARTS).glob(name)])
+    def _notes(self, kind: str, rank: str = "") -> list[Path]:
+        """Notes of all processes, or of one and its workers, and those that were collected."""
+        ranks = [rank, f"{rank}-*"] if rank else ["*"]
+        parts = (path for one in ranks for path in (self.folder / PARTS).glob(kind.format(one)))
+        return sorted([*self.folder.glob(kind.format(0)), *parts])

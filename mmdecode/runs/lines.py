@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
 import json
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -13,6 +15,9 @@ from mmdecode.errors import InputError
 from mmdecode.runs.locks import lock
 
 RESULTS, PARTS = "results.jsonl", "parts"
+CHUNK = 1 << 16
+OPEN = 100
+"""Number of files that stay open; others are opened for each line."""
 WAIT_S = 20.0
 """Seconds in which the workers of a killed process end."""
 
@@ -35,8 +40,8 @@ class Kind(Protocol):
 class Lines:
     """The line that counts for each id in files: its last result, or else its last error.
 
-    Only positions are kept, since the lines of a large job do not fit into memory. The files stay
-    open until `close`, so that lines can be read even where the files have been replaced.
+    Only positions are kept, since the lines of a large job do not fit into memory. The first files
+    stay open until `close`, so that lines can be read even where the files have been replaced.
 
     Args:
         paths: Paths of the files; those that are missing are left out.
@@ -58,16 +63,18 @@ class Lines:
     ) -> None:
         self.failed: set[str] = set()
         self._starts: dict[str, int] = {}  # as if the files were one
-        self._files: list[tuple[int, BinaryIO]] = []
+        self._files: list[tuple[int, Path]] = []
+        self._open: dict[int, BinaryIO] = {}
         try:
             end = 0
             for path in filter(Path.exists, paths):
-                self._files.append((end, path.open("rb")))
-                whole = itertools.takewhile(lambda line: line.endswith(b"\n"), self._files[-1][1])
-                for raw, name, line in lines_in(path, whole, kind):
-                    check(name, line)
-                    self._add(name, end, "error" in line)
-                    end += len(raw)
+                self._files.append((end, path))
+                with self._opened(len(self._files) - 1) as file:
+                    whole = itertools.takewhile(lambda line: line.endswith(b"\n"), file)
+                    for raw, name, line in lines_in(path, whole, kind):
+                        check(name, line)
+                        self._add(name, end, "error" in line)
+                        end += len(raw)
         except BaseException:
             self.close()
             raise
@@ -107,13 +114,26 @@ class Lines:
         for name in names:
             start = self._starts[name]
             number = bisect.bisect_right(self._files, start, key=lambda pair: pair[0]) - 1
-            first, file = self._files[number]
-            file.seek(start - first)
-            yield file.readline()
+            with self._opened(number) as file:
+                file.seek(start - self._files[number][0])
+                line = file.readline()
+            yield line
+
+    @contextlib.contextmanager
+    def _opened(self, number: int) -> Iterator[BinaryIO]:
+        """Context with a file, which then stays open if it is one of the first `OPEN`."""
+        file = self._open.get(number) or self._files[number][1].open("rb")
+        if number < OPEN:
+            self._open[number] = file
+        try:
+            yield file
+        finally:
+            if number >= OPEN:
+                file.close()
 
     def close(self) -> None:
         """Closes the files."""
-        for _, file in self._files:
+        for file in self._open.values():
             file.close()
 
 
@@ -150,9 +170,23 @@ def ended(folder: Path) -> list[Path]:
     """
     written = [path for path in written_in(folder) if path.exists()]
     for path in written:
-        with path.open("rb") as file:
+        with path.open("r+b") as file:
             lock(file.fileno(), folder, WAIT_S)
     return written
+
+
+def drop_torn(path: Path) -> None:
+    """Cuts off what a process that was killed has written of a line, for others to go on."""
+    with path.open("r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end:
+            start = max(end - CHUNK, 0)
+            file.seek(start)
+            if (last := file.read(end - start).rfind(b"\n")) >= 0:
+                file.truncate(start + last + 1)
+                return
+            end = start
+        file.truncate(0)
 
 
 def state_of(path: Path) -> tuple[int, int, int]:

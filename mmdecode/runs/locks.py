@@ -6,12 +6,15 @@ import contextlib
 import errno
 import math
 import os
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from mmdecode.errors import InputError, OptionError
 
+LOCK = ".mmdecode-lock"
+"""Name of the file that is locked for its folder: NFS does not carry locks of folders."""
 PATIENCE_S = 600.0
 """Seconds that a process waits for another one of the same job."""
 
@@ -20,15 +23,31 @@ class Claim:
     """A lock on a folder, which ends with the process.
 
     Args:
-        handle: The open folder.
-        folder: Its path.
+        folder: The folder, which exists.
 
     Attributes:
         first: Whether no other process has the folder; always so for a claim that is not shared.
     """
 
-    def __init__(self, handle: int, folder: Path) -> None:
-        self._handle, self._folder, self.first = handle, folder, True
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._handle, self.first = folder, -1, True
+        self._only = False
+
+    def take(self, wait_s: float = 0.0, share: bool = False) -> None:
+        """Takes the lock in place of the one that it has; see `lock`."""
+        self.close()
+        path = self._folder / LOCK
+        until = time.monotonic() + wait_s
+        while True:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                lock(handle, self._folder, max(until - time.monotonic(), 0.0), share)
+                if _is(handle, path):  # not one that another process has removed since
+                    self._handle, handle, self._only = handle, -1, not share
+                    return
+            finally:
+                if handle >= 0:
+                    os.close(handle)
 
     def join(self) -> None:
         """Takes the lock alone, or shares it with the processes that have it.
@@ -38,23 +57,32 @@ class Claim:
         until = time.monotonic() + PATIENCE_S
         while not self.alone():
             with contextlib.suppress(OptionError):
-                lock(self._handle, self._folder, share=True)
+                self.take(share=True)
                 self.first = False
                 return
             if time.monotonic() > until:
-                lock(self._handle, self._folder)  # which says what is wrong
+                self.take()  # which says what is wrong
             time.sleep(0.1)
 
     def share(self) -> None:
         """Lets others join, after the first one has prepared the folder."""
-        lock(self._handle, self._folder, PATIENCE_S, share=True)
+        self.take(PATIENCE_S, share=True)
 
     def alone(self) -> bool:
         """Takes the lock alone, if no other process shares it; returns whether it did."""
         with contextlib.suppress(OptionError):
-            lock(self._handle, self._folder)
+            self.take()
             return True
         return False
+
+    def close(self) -> None:
+        """Gives the lock back."""
+        if self._handle >= 0:
+            if self._only:
+                with contextlib.suppress(PermissionError):  # of Windows, where it is open
+                    (self._folder / LOCK).unlink(missing_ok=True)
+            os.close(self._handle)
+        self._handle = -1
 
 
 @contextlib.contextmanager
@@ -70,24 +98,38 @@ def locked(folder: Path, wait: bool = False, shared: bool = False) -> Iterator[C
         OptionError: Another run has it.
         InputError: Its file system has no locks.
     """
-    handle = os.open(folder, os.O_RDONLY)
-    claim = Claim(handle, folder)
+    claim = Claim(folder)
     try:
         if shared:
             claim.join()
         else:
-            lock(handle, folder, math.inf if wait else 0.0)
+            claim.take(math.inf if wait else 0.0)
         yield claim
     finally:
-        os.close(handle)
+        claim.close()
+
+
+def is_locked(folder: Path) -> bool:
+    """Returns whether another process has a folder, as seen from this machine."""
+    with contextlib.ExitStack() as stack:
+        try:
+            handle = os.open(folder / LOCK, os.O_RDWR)
+        except FileNotFoundError:
+            return False
+        stack.callback(os.close, handle)
+        try:
+            lock(handle, folder)
+        except OptionError:
+            return True
+    return False
 
 
 def lock(handle: int, path: Path, wait_s: float = 0.0, share: bool = False) -> None:
-    """Locks an open file or folder until it is closed.
+    """Locks an open file until it is closed.
 
     Args:
-        handle: The file or folder.
-        path: Its path, for the message.
+        handle: The file, open for writing, as NFS wants it.
+        path: Path for the message.
         wait_s: Seconds to wait for another run.
         share: Whether others may share the lock.
 
@@ -120,3 +162,23 @@ def lock(handle: int, path: Path, wait_s: float = 0.0, share: bool = False) -> N
             f"the file system of {path} has no locks ({error.strerror}), so nothing keeps two runs "
             "apart; choose another --out, on a file system with POSIX locks, such as NFS 4"
         ) from error
+
+
+def refuse_url(folder: Path) -> None:
+    """Refuses an address of an object store or server as the folder of results.
+
+    Raises:
+        InputError: It is one.
+    """
+    if re.match("[a-z][a-z0-9+.-]+:/", str(folder)) and not folder.exists():
+        raise InputError(
+            f"{folder} is a URL; expected a folder on a file system with POSIX locks, which all "
+            "processes share: copy the results to an object store afterwards"
+        )
+
+
+def _is(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except FileNotFoundError:
+        return False

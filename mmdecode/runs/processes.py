@@ -11,6 +11,7 @@ import itertools
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
 from mmdecode.errors import MMDecodeError
+from mmdecode.runs.console import console, print_line
 from mmdecode.runs.engines import Engine, Job
 from mmdecode.runs.items import error_of
 from mmdecode.runs.units import Unit
@@ -35,6 +37,7 @@ class _Worker:
 
     link: Connection
     process: subprocess.Popen[bytes]
+    slot: int
     unit: Unit[Any] | None = None
     ready: bool = False
     stats: dict[str, Any] = field(default_factory=dict)
@@ -52,7 +55,7 @@ class Workers:
     """
 
     def __init__(self, engine: Engine, job: Job) -> None:
-        self._job, self._packed = job, job.packed()
+        self._job, self._packed, self._file = job, job.packed(), -1
         self._count, self._time_limit_s = engine.bounds[1], engine.time_limit_s
         self._ranks = itertools.count(1)
         self._workers: dict[Connection, _Worker] = {}
@@ -68,7 +71,10 @@ class Workers:
                 item, or workers end before they decode anything.
         """
         todo = deque(units)
-        with contextlib.closing(self):
+        with tempfile.TemporaryFile() as file, contextlib.closing(self):
+            file.write(self._packed)
+            file.flush()
+            self._file = file.fileno()
             while todo or self._busy():
                 self._hand_out(todo)
                 for link in wait(list(self._workers)):
@@ -104,30 +110,33 @@ class Workers:
                     worker.link.send(worker.unit)
 
     def _start(self) -> None:
-        """Starts a worker, on the next device."""
+        """Starts a worker, in a slot that is free."""
         ours, theirs = Pipe()
-        number = next(self._ranks)
-        rank = f"{self._job.folder.rank}-{number}"
-        command = [sys.executable, "-m", "mmdecode.runs.worker", str(theirs.fileno()), rank]
-        environment = {**os.environ, **self._devices(number)}
+        slot = min(set(range(self._count)) - {one.slot for one in self._workers.values()})
+        files = theirs.fileno(), self._file
+        rank = f"{self._job.folder.rank}-{next(self._ranks)}"
+        words = *files, rank, self._time_limit_s
         with theirs:
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, env=environment, pass_fds=[theirs.fileno()]
+                # -P and the path: the same modules as here, whatever the working directory holds
+                [sys.executable, "-P", "-m", "mmdecode.runs.worker", *map(str, words)],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **self._devices(slot), "PYTHONPATH": _path()},
+                pass_fds=files,
+                process_group=0,  # Ctrl-C is for this process alone
             )
-        self._workers[ours] = _Worker(ours, process)
-        with contextlib.suppress(OSError):
-            ours.send((self._packed, self._time_limit_s))
+        self._workers[ours] = _Worker(ours, process, slot)
 
-    def _devices(self, number: int) -> dict[str, str]:
+    def _devices(self, slot: int) -> dict[str, str]:
         """Environment of a worker: its GPU, and its share of the CPUs."""
         import torch
 
-        share = max(1, len(os.sched_getaffinity(0)) // self._count)
+        share = max(1, _cpus() // self._count)
         found = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(share))}
         if gpus := torch.cuda.device_count():
             listed = os.environ.get("CUDA_VISIBLE_DEVICES")
             names = listed.split(",") if listed else [str(index) for index in range(gpus)]
-            found["CUDA_VISIBLE_DEVICES"] = names[(number - 1) % len(names)]
+            found["CUDA_VISIBLE_DEVICES"] = names[slot % len(names)]
         return found
 
     def _ended(self, worker: _Worker) -> list[Unit[Any]]:
@@ -136,11 +145,15 @@ class Workers:
         code = worker.process.returncode
         self._futile += not worker.ready
         if self._futile == FUTILE:
-            raise MMDecodeError(
-                f"{FUTILE} workers in a row ended before they had loaded the model, the last one "
-                f"with exit code {code}; run with --engine local to see why, or with fewer "
-                "--workers if memory is short"
-            )
+            text = f"{FUTILE} workers in a row ended before they had loaded the model, the last "
+            text += f"one with exit code {code}"
+            if not any(one.ready for one in self._workers.values()):
+                raise MMDecodeError(
+                    f"{text}; run with --engine local to see why, or with fewer --workers if "
+                    "memory is short"
+                )
+            self._count, self._futile = self._count - 1, 0
+            print_line(f"{text}; going on with {self._count}", console, "yellow")
         return [worker.unit] if worker.unit else []
 
     def _remove(self, worker: _Worker) -> None:
@@ -161,6 +174,18 @@ class Workers:
             except subprocess.TimeoutExpired:
                 worker.process.kill()
             self._remove(worker)
+
+
+def _path() -> str:
+    """This process's search path of modules, for another one."""
+    return os.pathsep.join(path or os.getcwd() for path in sys.path)
+
+
+def _cpus() -> int:
+    """Number of CPUs that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def in_processes(

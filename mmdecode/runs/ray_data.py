@@ -22,7 +22,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from mmdecode.errors import MissingExtraError, MMDecodeError
+from mmdecode.errors import MissingExtraError, MMDecodeError, OptionError
 from mmdecode.runs.console import console
 from mmdecode.runs.engines import Engine, Job
 from mmdecode.runs.items import Failed, error_of
@@ -100,23 +100,39 @@ def on_ray(
         MissingExtraError: Ray is not installed.
         MMDecodeError: See `mmdecode.runs.processes.Workers.decode`; or Ray itself fails.
     """
-    if not console.tells_all:
-        for name, value in QUIET.items():
-            os.environ.setdefault(name, value)
-    with MissingExtraError.instead("--engine ray needs Ray", extra="scale"):
-        import ray
-        import ray.data
-    packed = job.packed(ray.cloudpickle)
-    stats: dict[str, Any] = {}
-    with _cluster(ray, engine, len(packed)), _explained(ray, job):
-        for row in _dataset(ray, engine, job, packed, units).iter_rows():
-            found = pickle.loads(row["found"])
-            if found["error"]:
-                raise error_of(*found["error"])
-            meter(found["measured"])
-            stats |= found["stats"]
-            yield from found["items"]
+    with _quiet():
+        with MissingExtraError.instead("--engine ray needs Ray", extra="scale"):
+            import ray
+            import ray.data
+        packed = job.packed(ray.cloudpickle)
+        stats: dict[str, Any] = {}
+        with _cluster(ray, engine, len(packed)):
+            with _explained(ray, job):
+                rows = iter(_dataset(ray, engine, job, packed, units).iter_rows())
+            while True:
+                with _explained(ray, job):
+                    row = next(rows, None)
+                if row is None:
+                    break
+                found = pickle.loads(row["found"])
+                if found["error"]:
+                    raise error_of(*found["error"])
+                meter(found["measured"])
+                stats |= found["stats"]
+                yield from found["items"]
     job.stats.extend(stats.values())
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps Ray's messages off the output, unless all output is wanted."""
+    names = {} if console.tells_all else {n: v for n, v in QUIET.items() if n not in os.environ}
+    os.environ.update(names)
+    try:
+        yield
+    finally:
+        for name in names:
+            os.environ.pop(name, None)
 
 
 def _dataset(ray: Any, engine: Engine, job: Job, packed: bytes, units: Sequence[Unit[Any]]) -> Any:
@@ -126,10 +142,13 @@ def _dataset(ray: Any, engine: Engine, job: Job, packed: bytes, units: Sequence[
     context.print_on_execution_start = False
     # workers watch over themselves; a long recording is no reason to end the job
     context.execution_no_progress_timeout_s = -1
-    low, high = (min(bound, len(units)) for bound in engine.bounds)
-    gpus = engine.gpus
-    if gpus is None:
-        gpus = float(ray.cluster_resources().get("GPU", 0) > 0)
+    there = float(ray.cluster_resources().get("GPU", 0))
+    gpus = float(there > 0) if engine.gpus is None else engine.gpus
+    _refuse_more_than_there_is(ray, gpus, engine.cpus)
+    low, high = engine.bounds
+    if engine.workers is None and gpus:
+        low = high = max(int(there / gpus), 1)
+    low, high = min(low, len(units)), min(high, len(units))
     id_of = job.folder.id_of
     rows = [
         {"unit": json.dumps([unit.batch_size, [id_of(item) for item in unit.items]])}
@@ -147,6 +166,22 @@ def _dataset(ray: Any, engine: Engine, job: Job, packed: bytes, units: Sequence[
         num_cpus=engine.cpus,
         num_gpus=gpus,
     )
+
+
+def _refuse_more_than_there_is(ray: Any, gpus: float, cpus: float) -> None:
+    """Refuses a worker that no machine has room for; Ray would wait for one without a word.
+
+    Raises:
+        OptionError: There is no such machine.
+    """
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if not any(node.get("GPU", 0) >= gpus and node.get("CPU", 0) >= cpus for node in nodes):
+        most = {name: max(node.get(name, 0) for node in nodes) for name in ("GPU", "CPU")}
+        raise OptionError(
+            f"a worker needs {gpus:g} GPUs and {cpus:g} CPUs, and no machine of the cluster has "
+            f"more than {most['GPU']:g} and {most['CPU']:g}; give other --gpus-per-worker and "
+            "--cpus-per-worker"
+        )
 
 
 @contextlib.contextmanager

@@ -161,7 +161,7 @@ def run(
     done = lambda: sum(name in folder.done for name in given)  # noqa: E731
     given: Sequence[str] = ()
     with contextlib.ExitStack() as stack:
-        named = None if temporary else folder.folder
+        named = None if temporary else folder.shown
         stack.enter_context(resumable(named, lambda: (done(), len(given))))
         claim = stack.enter_context(claimed(folder.folder, shared=shard is not None))
         folder.resume |= shard is not None
@@ -169,12 +169,13 @@ def run(
         if items_of is not None:
             load = _loaded_once(folder, load, items_of, engine)
         folder.shares = (shard.count if shard else 1) * engine.count
-        prepared = folder.plan() if claim.first else folder.joined()
+        rank = str(shard.index) if shard else None
+        prepared = folder.plan() if claim.first else folder.joined(rank or "0")
         changed = len(prepared.changed)
         if shard:
             claim.share()
             prepared = prepared._replace(work=prepared.work[shard.index - 1 :: shard.count])
-        folder.open(prepared, str(shard.index) if shard else None)
+        folder.open(prepared, rank)
         with contextlib.closing(folder):
             names = (name for _, ids in prepared.work for name in ids)
             given = [name for name in names if name in folder.given]
@@ -246,6 +247,7 @@ def _decoded(
             if name in counted:  # its unit was interrupted
                 continue
             counted.add(name)
+            folder.begin_writing()  # in place of older results, of which workers know nothing
             bar.advance(task)
             if result is None or tally.add(positions[name], result, keep):
                 folder.done.add(name)  # a worker's folder is another object
@@ -294,9 +296,13 @@ def decoded(
         raise MMDecodeError(f"the model did not answer for {', '.join(sorted(missing))}")
 
 
+def _stop(number: int, frame: Any) -> None:
+    raise KeyboardInterrupt
+
+
 @contextlib.contextmanager
 def resumable(folder: Path | None, done: Callable[[], tuple[int, int]]) -> Iterator[None]:
-    """Says last, where Ctrl-C or SIGTERM stops a run, how far it got.
+    """Says last, where Ctrl-C, SIGTERM or SIGHUP stops a run, how far it got.
 
     Args:
         folder: Folder of the results; ``None``: there is none, and nothing is said.
@@ -306,8 +312,11 @@ def resumable(folder: Path | None, done: Callable[[], tuple[int, int]]) -> Itera
         yield
         return
     handles = threading.current_thread() is threading.main_thread()
-    if handles:
-        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    numbers = [getattr(signal, name, None) for name in ("SIGTERM", "SIGHUP")] if handles else []
+    before = {number: signal.getsignal(number) for number in numbers if number is not None}
+    for number, handler in before.items():
+        if handler != signal.SIG_IGN:  # as under nohup
+            signal.signal(number, _stop)
     try:
         yield
     except KeyboardInterrupt:
@@ -316,8 +325,8 @@ def resumable(folder: Path | None, done: Callable[[], tuple[int, int]]) -> Itera
         print_line(line, console, "red")
         raise
     finally:
-        if handles:
-            signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
 
 
 def tell_batch_size(units: Sequence[Unit[Any]], batch_size: int) -> None:

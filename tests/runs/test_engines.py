@@ -1,18 +1,21 @@
 """Each engine gives the files that one process gives, whatever ends its workers."""
 
 import functools
+import json
 import os
 import signal
 import sys
 import time
+import types
 
 import psutil
 import pytest
 
 from mmdecode.errors import InputError, MMDecodeError, OptionError
 from mmdecode.runs import processes
-from mmdecode.runs.engines import Engine
+from mmdecode.runs.engines import Engine, Job
 from mmdecode.runs.memory import share_gpu
+from mmdecode.runs.units import Prepared
 from mmdecode.runs.work import run
 from tests.runs.faults import reported, started, workers_of
 from tests.runs.stand_in import decoded, folder_of, load, names
@@ -132,14 +135,23 @@ def test_a_job_that_no_worker_can_begin_is_refused(tmp_path, monkeypatch):
         decoded(folder_of(tmp_path / "out", names(4)), load=refusing, workers=1)
     with pytest.raises(MMDecodeError, match=r"2 workers in a row .* exit code 9"):
         decoded(folder_of(tmp_path / "out", names(4)), load=ending, workers=1)
-    with pytest.raises(InputError, match="expected a function of a module"):
-        decoded(folder_of(tmp_path / "out", names(4)), load=lambda: load())
+    of_script = types.FunctionType(load.__code__, {"__name__": "__main__"})
+    for loader in (lambda: load(), of_script):
+        with pytest.raises(InputError, match="expected a function of a module"):
+            decoded(folder_of(tmp_path / "out", names(4)), load=loader)
 
 
 @pytest.mark.parametrize("engine", [RAY])
 def test_ray_ends_where_no_worker_can_begin(engine, tmp_path):
     with pytest.raises(MMDecodeError, match="no such thing"):
         decoded(folder_of(tmp_path / "out", names(4)), engine, refusing)
+
+
+@pytest.mark.parametrize("engine", [RAY])
+def test_room_for_workers_that_no_machine_has_is_refused(engine, tmp_path):
+    how = Engine(engine, 1, gpus=3.0)
+    with pytest.raises(OptionError, match=r"needs 3 GPUs and 1 CPUs, and no machine .* 2 and 4"):
+        run(folder_of(tmp_path / "out", names(2)), load, engine=how)
 
 
 @pytest.mark.parametrize("engine", [RAY])
@@ -156,6 +168,63 @@ def refusing():
 
 def ending():
     os._exit(9)
+
+
+@SLOWLY
+def test_older_results_are_replaced_whole(engine, whole, tmp_path):
+    out, clips = tmp_path / "out", names(40)
+    run(folder_of(out, names(30), formats=("txt", "srt")), load)
+    decoded(folder_of(out, clips, overwrite=True), engine)
+    units = json.loads((out / "run.json").read_text())["work"]["units"]
+    assert [name for _, ids in units for name in ids] == clips
+    expected = whole(clips)
+    assert {name: text for name, text in contents(out).items() if ".srt" not in name} == expected
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_to_all_processes_is_no_crash(number, tmp_path):
+    out = tmp_path / "out"
+    going = started(out, 60, "processes", seconds=0.4)
+    while not reported(out):
+        assert going.poll() is None
+        time.sleep(0.05)
+    processes = [*workers_of(going), going]
+    for process in processes:
+        process.send_signal(number)
+    going.wait(10)
+    psutil.wait_procs(processes[:-1], timeout=10)
+    assert not list(out.rglob(".decoding-*")) and 0 < len(reported(out)) < 60
+
+
+def test_a_worker_takes_the_place_and_the_gpu_of_the_one_that_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    begun = []
+
+    class Ended:
+        returncode = 9
+
+        def __init__(self, command, env, **how):
+            begun.append(env["CUDA_VISIBLE_DEVICES"])
+
+        def wait(self, timeout=None):
+            return 9
+
+    monkeypatch.setattr(processes.subprocess, "Popen", Ended)
+    job = Job(folder_of(tmp_path, names(2)), load, Prepared(set(), set(), {}, []), [])
+    job.folder.open(job.prepared)
+    workers = processes.Workers(Engine("processes", 3), job)
+    workers._file = 0
+    for _ in range(3):
+        workers._start()
+    one = [*workers._workers.values()][1]
+    workers._remove(one)
+    workers._start()
+    assert begun == ["0", "1", "2", "1"]
+    workers.close()
+    job.folder.close()
 
 
 @SLOWLY
@@ -191,6 +260,7 @@ REFUSED = {
     "shares of a GPU": ({"gpus": 0.5}, "--gpus-per-worker does nothing with --engine processes"),
     "unknown": ({"name": "threads"}, "processes"),
     "no time": ({"time_limit_s": 0}, "positive"),
+    "local time": ({"name": "local", "workers": None, "time_limit_s": 5}, "--time-limit does"),
 }
 
 

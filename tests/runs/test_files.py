@@ -22,6 +22,7 @@ from mmdecode.runs.files import (
     write_file,
     write_folder,
 )
+from mmdecode.runs.locks import LOCK
 
 MARKED = {
     "page.html": f'<!doctype html><meta name="generator" content="{MAKER}"><p>page',
@@ -274,7 +275,8 @@ def test_a_claim_removes_what_a_killed_run_had_begun_to_write_and_nothing_else(t
     (tmp_path / ".123-1.tmp" / "model.bin").write_text("half")
     (tmp_path / ".mine.tmp").write_text("mine")
     with claimed(tmp_path):
-        assert [path.name for path in tmp_path.iterdir()] == [".mine.tmp"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == [".mine.tmp", LOCK]
+    assert [path.name for path in tmp_path.iterdir()] == [".mine.tmp"]
 
 
 def test_a_run_without_a_result_takes_with_it_what_it_made_and_nothing_else(tmp_path):

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from mmdecode.errors import InputError, OptionError
-from mmdecode.runs import locks
+from mmdecode.runs import locks, work
 from mmdecode.runs.distributed import Shard
 from mmdecode.runs.files import claimed
 from mmdecode.runs.journal import Journal
 from mmdecode.runs.locks import Claim
+from mmdecode.runs.units import Unit
 from mmdecode.runs.work import run
 from tests.runs.stand_in import folder_of, load, names
 from tests.support.files import contents, json_lines
@@ -65,11 +66,7 @@ def test_shards_at_once(whole, tmp_path):
 def test_one_that_joins_decodes_its_share_alone_and_merges_nothing(whole, tmp_path):
     out = tmp_path / "out"
     with claimed(out, shared=True) as claim:
-        first = folder_of(out, CLIPS)
-        first.resume = True
-        first.begin()
-        first.shares = 3
-        first.plan()
+        first_of(out)
         claim.share()
         tally = shard(out, 2, clips=[*CLIPS, "new-1"])  # new: for a later run
         assert tally.others_failed is None
@@ -84,11 +81,7 @@ def test_one_that_joins_decodes_its_share_alone_and_merges_nothing(whole, tmp_pa
 def test_what_a_shard_ended_over_is_known_to_its_next_process(tmp_path):
     out = tmp_path / "out"
     with claimed(out, shared=True) as claim:
-        first = folder_of(out, CLIPS)
-        first.resume = True
-        first.begin()
-        first.shares = 3
-        prepared = first.plan()
+        prepared = first_of(out)
         claim.share()
         [mine, *_] = prepared.work[1::3]
         bad = mine[1][1]
@@ -99,6 +92,61 @@ def test_what_a_shard_ended_over_is_known_to_its_next_process(tmp_path):
     [failure] = tally.failures.values()
     assert failure.source == bad
     assert "2 times while it decoded this input alone" in failure.error
+
+
+def test_a_shard_that_was_killed_in_a_line_goes_on_after_it(whole, tmp_path):
+    out = tmp_path / "out"
+    with claimed(out, shared=True) as claim:
+        prepared = first_of(out)
+        claim.share()
+        killed = folder_of(out, CLIPS)
+        killed.open(prepared._replace(work=prepared.work[1::3]), "2")
+        for unit in killed.units()[:2]:
+            list(work.decoded(killed, load(), unit, lambda amount: None))
+        killed.close()
+        with (out / "parts" / "rank-2.jsonl").open("a") as file:
+            file.write('{"source": "clip')
+        tally = shard(out, 2)
+        done = sum(len(ids) for _, ids in prepared.work[1::3]) - 4
+        assert (tally.done_before, tally.done) == (4, done)
+    for index in (1, 3):
+        shard(out, index)
+    assert contents(out) == whole
+
+
+def test_what_another_shard_is_at_is_no_crash(tmp_path):
+    out = tmp_path / "out"
+    with claimed(out, shared=True) as claim:
+        prepared = first_of(out)
+        claim.share()
+        living = folder_of(out, CLIPS)
+        living.open(prepared._replace(work=prepared.work[::3]), "1")
+        theirs = prepared.work[0][1][:1]
+        with living.batches.decoding(theirs):
+            one = folder_of(out, CLIPS, resume=True)
+            one.begin()
+            assert not one.joined("2").alone
+            assert one.joined("1").alone == {theirs[0]: 1}  # were it an earlier process
+        living.close()
+
+
+def test_files_that_an_ended_worker_read_are_suspects_of_the_next(tmp_path):
+    folder = folder_of(tmp_path, CLIPS)
+    prepared = folder.prepare()
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / ".reading-0-1.tmp").write_bytes(b"clip-3\0clip-30")
+    with contextlib.closing(folder.open(prepared, "0-2")):
+        unit = Unit([folder.given[name] for name in ("clip-2", "clip-3")], 2)
+        assert [one.items for one in folder.remaining(unit)] == [unit.items]
+        assert set(folder.reading.suspects) == {"clip-3"}
+
+
+def first_of(out):
+    """What the first of three shards prepares."""
+    first = folder_of(out, CLIPS, resume=True)
+    first.begin()
+    first.shares = 3
+    return first.plan()
 
 
 def test_a_run_that_has_the_folder_alone_is_waited_for_and_then_named(tmp_path, monkeypatch):
