@@ -174,7 +174,7 @@ class RowsFolder(Journal[Piece]):
         piece = self.given[result["id"]]
         line = dict(result)
         for path in self.inputs(piece):
-            line |= self._inputs.as_read(path) or {}
+            line |= self.sources.as_read(path) or {}
         self.append(piece, line)
         return {name: value for name, value in line.items() if name != "rows"}
 
@@ -198,7 +198,7 @@ class RowsFolder(Journal[Piece]):
             written = list(zip(lines, map(json.loads, lines.read(lines)), strict=True))
         for name, line in written:
             piece = self.given.get(name)
-            if piece is None or (again and self._inputs.any_changed(self.inputs(piece), line)):
+            if piece is None or (again and self.sources.any_changed(self.inputs(piece), line)):
                 continue
             if piece.path is not None:
                 journal.noted.note(piece.path, _content(line))

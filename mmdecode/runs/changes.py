@@ -9,15 +9,18 @@ modification time are unchanged is not hashed again.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mmdecode.runs.files import complete_lines, explained, open_append
+
+Source = TypeVar("Source", bound=Any)
 
 TIMES = ".mmdecode-times"
 CONTENTS = ".mmdecode-inputs"
@@ -62,6 +65,16 @@ class Inputs:
         """Records the content of a file before its first read in this run."""
         if path not in self._read:
             self._read[path] = self.content(path)
+
+    def noting(self, source: Source, paths: Sequence[str]) -> Source:
+        """Returns a copy of a source whose ``read`` first calls `reading` for its files."""
+
+        def read(*how: Any) -> Any:
+            for path in paths:
+                self.reading(path)
+            return source.read(*how)
+
+        return dataclasses.replace(source, read=read)
 
     def as_read(self, path: str) -> dict[str, Any] | None:
         """Returns what `reading` recorded for a file; ``None`` if it recorded nothing."""

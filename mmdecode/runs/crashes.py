@@ -21,9 +21,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mmdecode.errors import InputError
+from mmdecode.runs.lines import PARTS
 
 Source = TypeVar("Source", bound=Any)
 
+READING, DECODING = ".reading-{}.tmp", ".decoding-{}"
+"""Names of notes of what a process reads and decodes."""
 OFTEN = 2
 
 
@@ -154,6 +157,18 @@ def ended_over(notes: Iterable[Path], todo: Collection[str]) -> dict[str, int]:
             for name, count in counts.items():  # a process goes on with the counts of earlier ones
                 alone[name] = max(count, alone.get(name, 0))
     return {name: count for name, count in alone.items() if name in todo}
+
+
+def note_of(folder: Path, kind: str, rank: str | None) -> Path:
+    """Path of a process's note, which is with its part of the results, if it is not alone."""
+    return folder / (PARTS if rank else "") / kind.format(rank or "0")
+
+
+def notes_in(folder: Path, kind: str, rank: str = "") -> list[Path]:
+    """Notes of all processes, or of one and its workers, and those that were collected."""
+    ranks = [rank, f"{rank}-*"] if rank else ["*"]
+    parts = (path for one in ranks for path in (folder / PARTS).glob(kind.format(one)))
+    return sorted([*folder.glob(kind.format(0)), *parts])
 
 
 def times_begun(path: Path) -> int:

@@ -475,8 +475,7 @@ def claimed(folder: Path, shared: bool = False) -> Iterator[Claim]:
     with contextlib.ExitStack() as stack:
         with explained(folder):
             stack.enter_context(_made(folder))
-            claim = stack.enter_context(locked(folder, shared=shared))
-            if claim.first:
+            if (claim := stack.enter_context(locked(folder, shared=shared))).first:
                 _tidy(folder)
         before = set(os.listdir(folder))
         try:
@@ -489,7 +488,7 @@ def claimed(folder: Path, shared: bool = False) -> Iterator[Claim]:
 
 
 def _tidy(folder: Path) -> None:
-    """Removes partial files that killed processes left in a locked folder."""
+    """Removes partial files that killed processes left."""
     with contextlib.suppress(OSError):  # of another user: it is never read
         remove_partial(folder)
 

@@ -16,7 +16,6 @@ are computed again.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import json
@@ -29,7 +28,16 @@ from typing import Any, BinaryIO, ClassVar, Generic, Self
 
 from mmdecode.errors import OptionError
 from mmdecode.runs.changes import Inputs
-from mmdecode.runs.crashes import Batches, InFlight, Source, ended_over, suspects_in
+from mmdecode.runs.crashes import (
+    DECODING,
+    READING,
+    Batches,
+    InFlight,
+    ended_over,
+    note_of,
+    notes_in,
+    suspects_in,
+)
 from mmdecode.runs.files import (
     append_line,
     check_settings,
@@ -49,8 +57,6 @@ from mmdecode.runs.lines import PARTS, RESULTS, Lines, drop_torn, ended, lines_i
 from mmdecode.runs.locks import lock
 from mmdecode.runs.units import Item, Prepared, Unit, cut, unfinished
 from mmdecode.runs.work import Tally
-
-READING, DECODING = ".reading-{}.tmp", ".decoding-{}"
 
 
 class Journal(Generic[Item]):
@@ -117,7 +123,7 @@ class Journal(Generic[Item]):
         self.items, self.batch_size = items, batch_size
         self._settings, self.resume, self._overwrite = settings, resume, overwrite
         self._tree, self._replaced = tree, False
-        self._inputs = Inputs(folder)
+        self.sources = Inputs(folder)
         self._before: dict[str, Any] = {}
         self._seen, self._merged = False, (0, 0, 0)
         self.done: set[str] = set()
@@ -217,8 +223,8 @@ class Journal(Generic[Item]):
         """Checks settings and items, cleans up after earlier runs, and cuts the work into units.
 
         Raises:
-            OptionError: The folder holds results and ``resume`` is not set, or it holds results of
-                other settings or items, or files that mmdecode did not write would be replaced.
+            OptionError: The folder holds results of other settings or items, or ``resume`` is not
+                set, or files that mmdecode did not write would be replaced.
             InputError: The folder cannot be read or written.
         """
         self.begin()
@@ -247,7 +253,7 @@ class Journal(Generic[Item]):
             for name in self.changed:
                 for file in self.files(self.given[name]):
                     file.unlink(missing_ok=True)
-            reading, decoding = self._notes(READING), self._notes(DECODING)
+            reading, decoding = notes_in(self.folder, READING), notes_in(self.folder, DECODING)
             suspects = set(suspects_in(reading))
             names = {self.noted_as(item) for item in todo}
             alone = {} if self._replaced else ended_over(decoding, names)
@@ -274,7 +280,7 @@ class Journal(Generic[Item]):
         """
         known = cut(self._before["work"], (), self.batch_size)
         names = {self.noted_as(item) for item in self.items}
-        reading, decoding = (self._notes(kind, rank) for kind in (READING, DECODING))
+        reading, decoding = (notes_in(self.folder, kind, rank) for kind in (READING, DECODING))
         return Prepared(set(suspects_in(reading)), set(), ended_over(decoding, names), known)
 
     def _check(self) -> Lines:
@@ -294,7 +300,7 @@ class Journal(Generic[Item]):
                     f"{self.other} ({shown}); resume in the folder in which the run was started, "
                     "with the same input, or choose another --out"
                 )
-            if self._inputs.any_changed(self.inputs(item), line):
+            if self.sources.any_changed(self.inputs(item), line):
                 self.changed.add(name)
 
         return Lines(ended(self.folder), self, check)
@@ -383,9 +389,9 @@ class Journal(Generic[Item]):
         """
         names = [self.noted_as(item) for item in unit.items]
         read = {*names, *(file for item in unit.items for file in self.inputs(item))}
-        suspects = read.intersection(suspects_in(set(self._notes(READING)) - {self.note(READING)}))
-        self.reading.add(dict.fromkeys(suspects, 0))
-        for note in set(self._notes(DECODING)) - {self.note(DECODING)}:
+        others = set(notes_in(self.folder, READING)) - {self.note(READING)}
+        self.reading.add(dict.fromkeys(read.intersection(suspects_in(others)), 0))
+        for note in set(notes_in(self.folder, DECODING)) - {self.note(DECODING)}:
             if not (found := ended_over([note], names)):
                 continue
             self.batches.add(found)
@@ -399,17 +405,7 @@ class Journal(Generic[Item]):
     def note_read(self, path: str | None) -> None:
         """Records size and digest of an input file, if any, before it is first read in this run."""
         if path is not None:
-            self._inputs.reading(path)
-
-    def noting(self, source: Source, paths: Iterable[str]) -> Source:
-        """Returns a copy of a source whose ``read`` first calls `note_read` for its files."""
-
-        def read(*how: Any) -> Any:
-            for path in paths:
-                self.note_read(path)
-            return source.read(*how)
-
-        return dataclasses.replace(source, read=read)
+            self.sources.reading(path)
 
     def begin_writing(self) -> BinaryIO:
         """Returns the file for lines; older results are deleted before the first new one."""
@@ -479,17 +475,15 @@ class Journal(Generic[Item]):
         Journal.close(self)  # a folder that is locked stays so
         self.merge()
         with explained(self.folder):
-            for note in self._notes(DECODING):
+            for note in notes_in(self.folder, DECODING):
                 note.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Closes the file of lines and the notes; afterwards no more results can be added."""
         with explained(self.folder):
-            if self._file:
-                self._file.close()
-            if self.opened:
-                self.reading.close()
-                self.batches.close()
+            for one in (self._file, *((self.reading, self.batches) if self.opened else ())):
+                if one:
+                    one.close()
 
     def forget(self) -> None:
         """Removes this process's notes of what is being read and decoded."""
@@ -503,10 +497,4 @@ class Journal(Generic[Item]):
 
     def note(self, kind: str) -> Path:
         """Path of this process's note of what it reads or decodes."""
-        return self.folder / (PARTS if self._rank else "") / kind.format(self.rank)
-
-    def _notes(self, kind: str, rank: str = "") -> list[Path]:
-        """Notes of all processes, or of one and its workers, and those that were collected."""
-        ranks = [rank, f"{rank}-*"] if rank else ["*"]
-        parts = (path for one in ranks for path in (self.folder / PARTS).glob(kind.format(one)))
-        return sorted([*self.folder.glob(kind.format(0)), *parts])
+        return note_of(self.folder, kind, self._rank)

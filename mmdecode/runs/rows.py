@@ -69,7 +69,7 @@ class RowJournal(Journal[Row]):
         super().__init__(path.parent, settings, resume=resume, overwrite=overwrite)
         self.path, self._work, self._rank = path, [], None
         self.read, self.key, self.settings, self.input_of = read, key, settings, input_of
-        self._inputs = self.noted = noted = Noted(self.folder)
+        self.sources = self.noted = noted = Noted(self.folder)
         self.rows: dict[Any, Row] = {}
         self.begin()
         if self._replaced:

@@ -107,7 +107,7 @@ class Worker:
         """Counts in a file how often something was begun and did not end; returns its path.
 
         Raises:
-            MMDecodeError: That was so often that a further time is in vain.
+            MMDecodeError: A further time is in vain.
         """
         digest = hashlib.blake2b(os.fsencode(name), digest_size=8).hexdigest()
         path: Path = self.folder.folder / PARTS / f".begun-{digest}"

@@ -100,7 +100,9 @@ class AnswerFolder(Journal[AnswerRequest]):
 
         Its reading is noted, see `watched`.
         """
-        images = (self.noting(watched(one, self.reading), [one.name]) for one in request.images)
+        images = (
+            self.sources.noting(watched(one, self.reading), [one.name]) for one in request.images
+        )
         return replace(request, images=tuple(images))
 
     def add(self, result: Answer) -> Answer:
@@ -111,7 +113,7 @@ class AnswerFolder(Journal[AnswerRequest]):
         """
         line = as_line(result)
         if not result.error:
-            found = [self._inputs.as_read(name) for name in result.images]
+            found = [self.sources.as_read(name) for name in result.images]
             line["sizes"] = [one and one["size"] for one in found]
             line["digests"] = [one and one["digest"] for one in found]
         self.append(self.given[result.id], line)

@@ -198,7 +198,7 @@ def test_many_equal_names_are_found_quickly():
 def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "a.txt"
     write_file(path, "first")
-    with pytest.raises(AttributeError):
+    with pytest.raises(TypeError):
         write_file(path, object())
 
     def fails(self, target):

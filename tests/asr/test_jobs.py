@@ -515,7 +515,7 @@ def test_a_recording_that_changed_under_its_path_is_transcribed_again(tmp_path):
         todo = [entry for entry in entries if entry.id not in folder.done]
         for entry in todo:
             source = Source(entry.id, lambda: iter([(8_000, audio.read_bytes())]))
-            [(_, content)] = folder.noting(source, folder.inputs(entry)).read()
+            [(_, content)] = folder.sources.noting(source, folder.inputs(entry)).read()
             folder.add(transcribed(entry.id, content.decode()))
         folder.close()
         merge(out, entries)

@@ -31,18 +31,18 @@ SLOWLY = pytest.mark.parametrize(
 
 
 @pytest.fixture(autouse=True)
-def cluster(request):
-    """A Ray cluster for the tests with Ray, with GPUs that do not exist."""
-    if "ray]" in request.node.name:
-        request.getfixturevalue("_ray")
+def _installed(request):
+    if request.node.name.endswith("ray]"):
+        pytest.importorskip("ray.data")
 
 
-@pytest.fixture(scope="module")
-def _ray():
+@pytest.fixture
+def two_gpus():
+    """A Ray cluster with GPUs that do not exist."""
     ray = pytest.importorskip("ray")
-    how = {"num_cpus": 4, "num_gpus": 2, "object_store_memory": 150e6}
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        how = {"num_cpus": 4, "num_gpus": 2, "object_store_memory": 150e6}
         ray.init(address="local", include_dashboard=False, log_to_driver=False, **how)
     yield
     ray.shutdown()
@@ -147,18 +147,14 @@ def test_ray_ends_where_no_worker_can_begin(engine, tmp_path):
         decoded(folder_of(tmp_path / "out", names(4)), engine, refusing)
 
 
-@pytest.mark.parametrize("engine", [RAY])
-def test_room_for_workers_that_no_machine_has_is_refused(engine, tmp_path):
-    how = Engine(engine, 1, gpus=3.0)
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_cluster_grows_and_its_gpus_are_shared(two_gpus, whole, tmp_path):
     with pytest.raises(OptionError, match=r"needs 3 GPUs and 1 CPUs, and no machine .* 2 and 4"):
-        run(folder_of(tmp_path / "out", names(2)), load, engine=how)
-
-
-@pytest.mark.parametrize("engine", [RAY])
-@pytest.mark.parametrize("how", [{"workers": "1:3", "gpus": 0.5}, {"workers": 4, "gpus": 0.5}])
-def test_a_cluster_grows_and_its_gpus_are_shared(engine, how, whole, tmp_path):
+        run(folder_of(tmp_path / "no", names(2)), load, engine=Engine("ray", 1, gpus=3.0))
     clips, out = names(64), tmp_path / "out"
-    run(folder_of(out, clips), functools.partial(load, 0.2), engine=Engine(engine, **how))
+    how = Engine("ray", "1:3", gpus=0.5)
+    run(folder_of(out, clips), functools.partial(load, 0.2), engine=how)
     assert contents(out) == whole(clips)
 
 
@@ -198,7 +194,7 @@ def test_a_signal_to_all_processes_is_no_crash(number, tmp_path):
     assert not list(out.rglob(".decoding-*")) and 0 < len(reported(out)) < 60
 
 
-def test_a_worker_takes_the_place_and_the_gpu_of_the_one_that_ended(tmp_path, monkeypatch):
+def test_a_new_worker_has_the_gpu_of_the_one_that_ended(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     begun = []

@@ -176,7 +176,9 @@ class ResultFolder(Journal[Entry]):
         """
         source = opened(entry, self.language)
         path, hint = entry.audio or "", "convert it with ffmpeg"
-        return self.noting(watched(source, self.reading, path, READ, hint), self.inputs(entry))
+        return self.sources.noting(
+            watched(source, self.reading, path, READ, hint), self.inputs(entry)
+        )
 
     def add(self, result: Transcript | Failure) -> Transcript | Failure:
         """Writes the files of a recording, then its line in the results.
@@ -203,7 +205,7 @@ class ResultFolder(Journal[Entry]):
                 result = failure_of(entry.id, index, failed)
         line = {"id": entry.id, **self.known(entry)}
         for path in self.inputs(entry):
-            line |= self._inputs.as_read(path) or {}
+            line |= self.sources.as_read(path) or {}
         line["name"] = self._name(entry.id)
         fields = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
         self.append(entry, line | fields)

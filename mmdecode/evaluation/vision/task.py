@@ -436,7 +436,9 @@ def _record(
 
         def image(name: str) -> ImageSource:
             path = questions.file(name)
-            return journal.noting(watched(questions.image(name), reading), [path] if path else [])
+            return journal.noted.noting(
+                watched(questions.image(name), reading), [path] if path else []
+            )
 
         recorder.image = image
     return recorder.run(journal, progress, **part)
