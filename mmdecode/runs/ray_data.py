@@ -12,6 +12,7 @@ Source: Ray Data, ``Dataset.map_batches`` with an actor pool, https://docs.ray.i
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -19,7 +20,7 @@ import pickle
 import signal
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 from mmdecode.errors import MissingExtraError, MMDecodeError, OptionError
@@ -106,15 +107,11 @@ def on_ray(
             import ray.data
         packed = job.packed(ray.cloudpickle)
         stats: dict[str, Any] = {}
-        with _cluster(ray, engine, len(packed)):
-            with _explained(ray, job):
-                rows = iter(_dataset(ray, engine, job, packed, units).iter_rows())
-            while True:
-                with _explained(ray, job):
-                    row = next(rows, None)
-                if row is None:
-                    break
-                found = pickle.loads(row["found"])
+        with (
+            _cluster(ray, engine, len(packed)),
+            contextlib.closing(_rows(ray, engine, job, packed, units)) as rows,
+        ):
+            for found in rows:
                 if found["error"]:
                     raise error_of(*found["error"])
                 meter(found["measured"])
@@ -133,6 +130,26 @@ def _quiet() -> Iterator[None]:
     finally:
         for name in names:
             os.environ.pop(name, None)
+
+
+def _rows(
+    ray: Any, engine: Engine, job: Job, packed: bytes, units: Sequence[Unit[Any]]
+) -> Generator[dict[str, Any], None, None]:
+    """Yields what workers return; closing it ends Ray's iterator, which would start Ray again."""
+    with _explained(ray, job):
+        rows = iter(_dataset(ray, engine, job, packed, units).iter_rows())
+    try:
+        while True:
+            with _explained(ray, job):
+                row = next(rows, None)
+            if row is None:
+                return
+            yield pickle.loads(row["found"])
+    finally:
+        if hasattr(rows, "close"):
+            rows.close()
+        del rows
+        gc.collect()
 
 
 def _dataset(ray: Any, engine: Engine, job: Job, packed: bytes, units: Sequence[Unit[Any]]) -> Any:
