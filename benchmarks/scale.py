@@ -96,18 +96,12 @@ def of_engines(found: dict[str, Any]) -> str:
         "a line for each item, which is synced. The start loads libraries, here without a model; "
         "memory is that of all processes, most of it the libraries'."
     )
-    whole = {(row["engine"], row["workers"]): row for row in rows}
-    lines = [
-        [
-            *name_of(row),
-            f"{decoding_s(whole[row['engine'], row['workers']]):.1f}",
-            f"{decoding_s(row):.1f}",
-            f"{decoding_s(row) - decoding_s(whole[row['engine'], row['workers']]):.1f}",
-            str(row["again"]),
-            f"{row['done']} of {row['items']}",
-        ]
-        for row in found["killed"]
-    ]
+    undisturbed = {tuple(name_of(row)): decoding_s(row) for row in rows}
+    lines = []
+    for row in found["killed"]:
+        plain, disturbed = undisturbed[tuple(name_of(row))], decoding_s(row)
+        times = (f"{seconds:.1f}" for seconds in (plain, disturbed, disturbed - plain))
+        lines.append([*name_of(row), *times, str(row["again"]), f"{row['done']} of {row['items']}"])
     header = ["engine", "workers", "after the start, s", "with a killed worker, s", "lost, s"]
     shown_killed = table([*header, "items decoded twice", "items done"], lines)
     shown += (

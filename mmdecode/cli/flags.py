@@ -10,7 +10,6 @@ import copy
 import dataclasses
 import functools
 import inspect
-import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeVar, get_origin
@@ -21,7 +20,7 @@ from mmdecode.checkpoints import default_recogniser
 from mmdecode.errors import MMDecodeError, OptionError
 from mmdecode.model_names import REAL, SYNTHETIC
 from mmdecode.runs.distributed import shard_of
-from mmdecode.runs.engines import LOCAL, Engine
+from mmdecode.runs.engines import LOCAL, engine_of
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 ENTRY = re.compile(r"^ {4}(\w+)(?: \((.+?)\))?: (.+(?:\n {5,}.+)*)", re.MULTILINE)
@@ -187,28 +186,6 @@ def work_of(given: Mapping[str, Any], stdin: bool = False) -> dict[str, Any]:
     if stdin and (shard or engine.name != LOCAL):
         raise OptionError("several processes cannot read standard input; give a file for '-'")
     return {"engine": engine, "shard": shard}
-
-
-def engine_of(given: Mapping[str, Any]) -> Engine:
-    """Returns the engine that a command is given, see `mmdecode.runs.engines`.
-
-    Raises:
-        OptionError: An option is not valid, or does not go with workers.
-    """
-    engine = Engine(given["engine"], **picked(given, "workers time_limit_s gpus cpus"))
-    if engine.name == LOCAL:
-        return engine
-    if given.get("device_map") or re.fullmatch(r"cuda:\d+", given.get("device") or ""):
-        raise OptionError(
-            f"--engine {engine.name} gives each worker a GPU of its own; leave out --device-map, "
-            "and the number of --device"
-        )
-    if "LOCAL_RANK" in os.environ:
-        raise OptionError(
-            f"a launcher started several processes, and each would start workers for --engine "
-            f"{engine.name}; leave out one of both"
-        )
-    return engine
 
 
 def model_option(what: str, example: str, **how: Any) -> Any:

@@ -23,6 +23,7 @@ from mmdecode.evaluation.task import TASKS, Run, Task, task_of
 from mmdecode.runs.console import console, only_our_output, print_line
 from mmdecode.runs.engines import LOCAL, Engine
 from mmdecode.runs.files import write_file
+from mmdecode.runs.items import Failed
 from mmdecode.runs.journal import Journal
 from mmdecode.runs.lines import Lines, written_in
 from mmdecode.runs.rows import RowJournal
@@ -178,9 +179,9 @@ class RowsFolder(Journal[Piece]):
         self.append(piece, line)
         return {name: value for name, value in line.items() if name != "rows"}
 
-    def crashed(self, item: Piece, error: str) -> dict[str, Any]:
+    def crashed(self, item: Piece, failed: Failed) -> dict[str, Any]:
         """A line without rows, which `results` fills in; see `Journal.crashed`."""
-        return {"id": item.id, "rows": "", "error": error}
+        return {"id": item.id, "rows": "", "error": failed.error}
 
     def results(self, run: Run, journal: RowJournal[Any], *, again: bool) -> list[Any]:
         """Reads the rows; notes in a journal which input files they were computed from.

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from mmdecode.errors import OptionError, UnknownNameError
 from mmdecode.evaluation.report.plots import drawable
-from mmdecode.evaluation.task import ENGINE, Run, Task, task_of
+from mmdecode.evaluation.task import Run, Task, task_of
 from mmdecode.runs.console import console, print_line
-from mmdecode.runs.engines import LOCAL, Engine
+from mmdecode.runs.engines import LOCAL, engine_of
 from mmdecode.runs.files import claimed
 from mmdecode.runs.rows import RowJournal, refuse_taken
 
@@ -82,21 +82,9 @@ def refuse(task: Task, given: Mapping[str, Any]) -> None:
     task.refuse(given)
     if given["resume"] and given.get("output") is None:
         raise OptionError("--resume continues what a run wrote to --out; give that folder")
-    if any(given.get(name, default) != default for name, default in ENGINE.items()):
-        engine = engine_of(given)
-        if engine.name != LOCAL and given.get("output") is None and task.decodes(given):
-            raise OptionError(f"--engine {engine.name} writes rows to a folder; give --out")
-
-
-def engine_of(given: Mapping[str, Any]) -> Engine:
-    """Returns the engine that the options of a task describe.
-
-    Raises:
-        OptionError: An option is not valid.
-        UnknownNameError: There is no engine of that name.
-    """
-    asked = {name: given.get(name, default) for name, default in ENGINE.items()}
-    return Engine(asked.pop("engine"), **asked)
+    engine = engine_of(given)
+    if engine.name != LOCAL and given.get("output") is None and task.decodes(given):
+        raise OptionError(f"--engine {engine.name} writes rows to a folder; give --out")
 
 
 def run_task(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mmdecode.errors import CrashError, InputError, MissingExtraError
+from mmdecode.errors import InputError, MissingExtraError
 from mmdecode.image_ar.results import request_name
 from mmdecode.runs.files import explained, to_json, write_file
 from mmdecode.runs.items import Failed, tried, written
@@ -111,13 +111,13 @@ class ImageFolder(Journal["ImageRequest"]):
         model.batch = unit.batch_size
         return model.images(unit.items, on_tokens=meter, watch=self.watch, **self.options)
 
-    def crashed(self, item: ImageRequest, error: str) -> GeneratedImage:
+    def crashed(self, item: ImageRequest, failed: Failed) -> GeneratedImage:
         """The failure of an image; see `Journal.crashed`."""
         from mmdecode.image_ar.results import GeneratedImage
 
         label = self._labels.get(item.condition) if isinstance(item.condition, int) else None
         known = {"label": label, "seed": self._settings["seed"], "guarantee": ""}
-        return GeneratedImage(**vars(item), **known, error=error, kind=CrashError.__name__)
+        return GeneratedImage(**vars(item), **known, error=failed.error, kind=failed.kind)
 
     def id_of_result(self, result: GeneratedImage) -> str:
         """The name of the image."""

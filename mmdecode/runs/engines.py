@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import pkgutil
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from mmdecode.errors import InputError, OptionError, UnknownNameError
@@ -105,6 +106,34 @@ class Engine:
             self, job, units, meter
         )
         return found
+
+
+def engine_of(given: Mapping[str, Any]) -> Engine:
+    """Returns the engine that a command's options describe.
+
+    Args:
+        given: All options by name; ``engine`` is the engine's name, others are its attributes.
+
+    Raises:
+        UnknownNameError: There is no engine of that name.
+        OptionError: An option is not valid, or does not go with workers.
+    """
+    own = (one for one in fields(Engine) if one.name != "name")
+    how = {one.name: given.get(one.name, one.default) for one in own}
+    engine = Engine(given.get("engine", LOCAL), **how)
+    if engine.name == LOCAL:
+        return engine
+    if given.get("device_map") or re.fullmatch(r"cuda:\d+", given.get("device") or ""):
+        raise OptionError(
+            f"--engine {engine.name} gives each worker a GPU of its own; leave out --device-map, "
+            "and the number of --device"
+        )
+    if "LOCAL_RANK" in os.environ:
+        raise OptionError(
+            f"a launcher started several processes, and each would start workers for --engine "
+            f"{engine.name}; leave out one of both"
+        )
+    return engine
 
 
 @dataclass

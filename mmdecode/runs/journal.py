@@ -52,7 +52,7 @@ from mmdecode.runs.files import (
     to_json,
     write_file,
 )
-from mmdecode.runs.items import Watch
+from mmdecode.runs.items import Failed, Watch
 from mmdecode.runs.lines import PARTS, RESULTS, Lines, drop_torn, ended, lines_in, state_of
 from mmdecode.runs.locks import lock
 from mmdecode.runs.units import Item, Prepared, Unit, cut, unfinished
@@ -176,12 +176,12 @@ class Journal(Generic[Item]):
         """
         raise NotImplementedError
 
-    def crashed(self, item: Item, error: str) -> Any:
+    def crashed(self, item: Item, failed: Failed) -> Any:
         """Returns the result, which `add` takes, of an item that ended the processes before.
 
         Args:
             item: The item.
-            error: Message; the kind of the failure is `mmdecode.errors.CrashError`.
+            failed: The failure, of the kind `mmdecode.errors.CrashError`.
         """
         raise NotImplementedError
 

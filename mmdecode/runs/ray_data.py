@@ -239,6 +239,6 @@ def _explained(ray: Any, job: Job | None) -> Iterator[None]:
         then = (
             f"what is done is in {job.folder.folder}; go on with --resume"
             if job
-            else ("check RAY_ADDRESS, or leave it out to use this machine alone")
+            else "check RAY_ADDRESS, or leave it out to use this machine alone"
         )
         raise MMDecodeError(f"Ray failed: {type(error).__name__}: {text[:400]}; {then}") from error

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.progress import TextColumn
 
-from mmdecode.errors import MMDecodeError, OptionError
+from mmdecode.errors import CrashError, MMDecodeError, OptionError
 from mmdecode.runs.console import console, print_line, progress_bar, without_other_bars
 from mmdecode.runs.distributed import Shard
 from mmdecode.runs.engines import LOCAL, Engine, Job
 from mmdecode.runs.files import claimed, explained
+from mmdecode.runs.items import Failed
 
 if TYPE_CHECKING:
     from mmdecode.runs.journal import Journal
@@ -190,9 +191,11 @@ def run(
         if last:
             folder.finish()
         if shard:
+            tally.others_failed = None
+        if shard and last:
             lines = {name: "error" in line for _, name, line in folder.lines(folder.path)}
-            whole = last and lines.keys() >= folder.given.keys()
-            tally.others_failed = sum(lines.values()) - len(tally.failures) if whole else None
+            if lines.keys() >= folder.given.keys():
+                tally.others_failed = sum(lines.values()) - len(tally.failures)
     tally.done_before, tally.changed, tally.shard = before, changed, shard
     return tally
 
@@ -284,7 +287,7 @@ def decoded(
     results = folder.decode(model, unit, meter)
     missing = {folder.id_of(item) for item in unit.items}
     if len(unit.items) == 1 and (text := folder.batches.problem(folder.noted_as(unit.items[0]))):
-        results = iter([folder.crashed(unit.items[0], text)])
+        results = iter([folder.crashed(unit.items[0], Failed.of(CrashError(text), hint=""))])
     with explained(folder.folder):
         for result in results:
             name = folder.id_of_result(result)

@@ -69,11 +69,11 @@ class Worker:
     def decode(self, unit: Unit[Any], meter: Callable[[float], None]) -> Iterator[tuple[str, Any]]:
         """Decodes a unit that other workers may have ended over.
 
-        Yields:
-            Id and result of each item; ``None`` for one that has a line already.
-
         A thread of C ends the process if it makes no progress, even if Python is stuck, and prints
         where it is.
+
+        Yields:
+            Id and result of each item; ``None`` for one that has a line already.
         """
 
         def seen(amount: float = 0.0) -> None:
@@ -152,13 +152,11 @@ class _Link:
 
     def __init__(self, link: Connection) -> None:
         self._link = link
-        self._lock = threading.Lock()
         self.worker: Worker | None = None
 
     def send(self, *message: Any) -> None:
         try:
-            with self._lock:
-                self._link.send(message)
+            self._link.send(message)
         except OSError:
             self._leave()
 

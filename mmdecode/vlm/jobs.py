@@ -12,15 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmdecode.errors import CrashError
 from mmdecode.runs import crashes
 from mmdecode.runs.ahead import read_ahead
 from mmdecode.runs.crashes import InFlight
+from mmdecode.runs.items import Failed
 from mmdecode.runs.journal import Journal, Unit
 from mmdecode.vlm.images import ImageSource
 from mmdecode.vlm.messages import as_messages
 from mmdecode.vlm.requests import AnswerRequest
-from mmdecode.vlm.results import Answer
+from mmdecode.vlm.results import Answer, failed_answer
 
 if TYPE_CHECKING:
     from mmdecode.vlm.answerer import Answerer
@@ -83,17 +83,9 @@ class AnswerFolder(Journal[AnswerRequest]):
         options = {**self.options, "batch_size": unit.batch_size}
         return model.answers(asked, watch=self.watch, **options)
 
-    def crashed(self, item: AnswerRequest, error: str) -> Answer:
+    def crashed(self, item: AnswerRequest, failed: Failed) -> Answer:
         """The failure of a question; see `Journal.crashed`."""
-        return Answer(
-            id=item.id,
-            index=item.index,
-            images=tuple(image.name for image in item.images),
-            question=item.text,
-            history=item.history,
-            error=error,
-            kind=CrashError.__name__,
-        )
+        return replace(failed_answer(item, failed), history=item.history)
 
     def noted(self, request: AnswerRequest) -> AnswerRequest:
         """Returns a copy of a request that hashes each image file before first reading it.

@@ -44,6 +44,13 @@ def copied(folder, count):
     return folder
 
 
+def process(folder, *words):
+    """A process that runs a module, with one thread, in a session of its own."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", *map(str, words)]
+    return subprocess.Popen(command, cwd=folder, start_new_session=True, env=environment)
+
+
 def transcribing(out, given, engine):
     """A process that transcribes copies of the real clips."""
     clips = copied(given.folder / "clips", given.items)
@@ -51,18 +58,13 @@ def transcribing(out, given, engine):
     words += ["--resume"] * out.exists() + ["--engine", engine, "--workers", 2] * (
         engine != "local"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "mmdecode", "transcribe", clips.name, *words]
-    how = {"cwd": given.folder, "env": environment, "start_new_session": True}
-    return subprocess.Popen(list(map(str, command)), **how)
+    return process(given.folder, "mmdecode", "transcribe", clips.name, *words)
 
 
 def started(out, count, engine, **how):
     """A process that runs an engine, see `main`."""
-    words = [str(out), str(count), engine, json.dumps(how)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.runs.faults", "--run", *words]
-    return subprocess.Popen(command, cwd=ROOT, start_new_session=True, env=environment)
+    words = [out, count, engine, json.dumps(how)]
+    return process(ROOT, "tests.runs.faults", "--run", *words)
 
 
 def workers_of(process, words=("mmdecode.runs.worker", "RayWorker")):

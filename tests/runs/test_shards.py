@@ -25,6 +25,18 @@ def shard(out, index, count=3, clips=CLIPS, loader=load, **how):
     return run(folder_of(out, clips, **how), loader, shard=Shard(index, count))
 
 
+@contextlib.contextmanager
+def prepared_by_another(out):
+    """A folder that the first of three shards has prepared and still has."""
+    with claimed(out, shared=True) as claim:
+        first = folder_of(out, CLIPS, resume=True)
+        first.begin()
+        first.shares = 3
+        prepared = first.plan()
+        claim.share()
+        yield prepared
+
+
 @pytest.fixture
 def whole(tmp_path):
     run(folder_of(tmp_path / "whole", CLIPS), load)
@@ -65,9 +77,7 @@ def test_shards_at_once(whole, tmp_path):
 
 def test_one_that_joins_decodes_its_share_alone_and_merges_nothing(whole, tmp_path):
     out = tmp_path / "out"
-    with claimed(out, shared=True) as claim:
-        first_of(out)
-        claim.share()
+    with prepared_by_another(out):
         tally = shard(out, 2, clips=[*CLIPS, "new-1"])  # new: for a later run
         assert tally.others_failed is None
         parts = [path.name for path in (out / "parts").glob("rank-*")]
@@ -80,9 +90,7 @@ def test_one_that_joins_decodes_its_share_alone_and_merges_nothing(whole, tmp_pa
 
 def test_what_a_shard_ended_over_is_known_to_its_next_process(tmp_path):
     out = tmp_path / "out"
-    with claimed(out, shared=True) as claim:
-        prepared = first_of(out)
-        claim.share()
+    with prepared_by_another(out) as prepared:
         [mine, *_] = prepared.work[1::3]
         bad = mine[1][1]
         (out / "parts").mkdir(exist_ok=True)
@@ -96,9 +104,7 @@ def test_what_a_shard_ended_over_is_known_to_its_next_process(tmp_path):
 
 def test_a_shard_that_was_killed_in_a_line_goes_on_after_it(whole, tmp_path):
     out = tmp_path / "out"
-    with claimed(out, shared=True) as claim:
-        prepared = first_of(out)
-        claim.share()
+    with prepared_by_another(out) as prepared:
         killed = folder_of(out, CLIPS)
         killed.open(prepared._replace(work=prepared.work[1::3]), "2")
         for unit in killed.units()[:2]:
@@ -116,9 +122,7 @@ def test_a_shard_that_was_killed_in_a_line_goes_on_after_it(whole, tmp_path):
 
 def test_what_another_shard_is_at_is_no_crash(tmp_path):
     out = tmp_path / "out"
-    with claimed(out, shared=True) as claim:
-        prepared = first_of(out)
-        claim.share()
+    with prepared_by_another(out) as prepared:
         living = folder_of(out, CLIPS)
         living.open(prepared._replace(work=prepared.work[::3]), "1")
         theirs = prepared.work[0][1][:1]
@@ -139,14 +143,6 @@ def test_files_that_an_ended_worker_read_are_suspects_of_the_next(tmp_path):
         unit = Unit([folder.given[name] for name in ("clip-2", "clip-3")], 2)
         assert [one.items for one in folder.remaining(unit)] == [unit.items]
         assert set(folder.reading.suspects) == {"clip-3"}
-
-
-def first_of(out):
-    """What the first of three shards prepares."""
-    first = folder_of(out, CLIPS, resume=True)
-    first.begin()
-    first.shares = 3
-    return first.plan()
 
 
 def test_a_run_that_has_the_folder_alone_is_waited_for_and_then_named(tmp_path, monkeypatch):

@@ -24,11 +24,11 @@ from mmdecode.asr.output.manifest import Entry, opened
 from mmdecode.asr.output.subtitles import DEFAULT, Layout
 from mmdecode.asr.results import Failure, Transcript
 from mmdecode.asr.transcriber import Transcriber, failure_of
-from mmdecode.errors import CrashError, InputError
+from mmdecode.errors import InputError
 from mmdecode.runs.ahead import read_ahead
 from mmdecode.runs.crashes import watched
 from mmdecode.runs.files import explained, write_file
-from mmdecode.runs.items import written
+from mmdecode.runs.items import Failed, written
 from mmdecode.runs.journal import Journal, Unit
 from mmdecode.runs.work import Tally
 
@@ -163,10 +163,9 @@ class ResultFolder(Journal[Entry]):
         """The name of the recording."""
         return result.source
 
-    def crashed(self, item: Entry, error: str) -> Failure:
+    def crashed(self, item: Entry, failed: Failed) -> Failure:
         """The failure of a recording; see `Journal.crashed`."""
-        kind = CrashError.__name__
-        return Failure(source=item.id, index=self._order[item.id], error=error, kind=kind)
+        return failure_of(item.id, self._order[item.id], failed)
 
     def source(self, entry: Entry) -> Source:
         """A recording whose state is recorded before it is read, and whose reading is noted.
