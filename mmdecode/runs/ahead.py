@@ -15,6 +15,7 @@ Source = TypeVar("Source", bound=Any)
 BLOCKS = 4
 """Blocks of a recording that are read ahead; each has 2**18 samples, 1 MiB."""
 MOST_THREADS = 4
+"""Threads that read; no more than the machine has processors."""
 
 
 class _Ahead:

@@ -34,6 +34,7 @@ from mmdecode.asr.transcriber import Transcriber
 from mmdecode.cli.app import app
 from mmdecode.image_ar.generator import ImageGenerator
 from mmdecode.image_ar.results import GeneratedImage
+from mmdecode.runs import ahead
 from mmdecode.runs import crashes as notes
 from mmdecode.vlm.answerer import Answerer
 from mmdecode.vlm.results import Answer
@@ -217,6 +218,7 @@ def crash(clips, options, folder, log):
     recording, manifest.recording = manifest.recording, dying
     code = f"import os, sys\nif sys.argv[1] in {bad!r}: os.abort()"
     jobs.READ = code
+    ahead.MOST_THREADS = 1  # several would come to both recordings in the first run
     arguments = ["transcribe", *clips, *options, "--out", folder]
     runs = [arguments, *[[*arguments, "--resume"]] * 3]
     codes = [finish(start(run, 1, log)) for run in runs]

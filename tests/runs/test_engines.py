@@ -129,16 +129,20 @@ def test_an_error_of_all_ends_the_job_and_resume_goes_on(engine, kind, tmp_path)
     assert contents(out) == contents(tmp_path / "whole")
 
 
+def test_a_loader_that_workers_cannot_import_is_refused(tmp_path):
+    of_script = types.FunctionType(load.__code__, {"__name__": "__main__"})
+    for loader in (lambda: load(), of_script):
+        with pytest.raises(InputError, match="expected a function of a module"):
+            decoded(folder_of(tmp_path / "out", names(4)), load=loader)
+
+
+@pytest.mark.slow
 def test_a_job_that_no_worker_can_begin_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "FUTILE", 2)
     with pytest.raises(MMDecodeError, match="no such thing"):
         decoded(folder_of(tmp_path / "out", names(4)), load=refusing, workers=1)
     with pytest.raises(MMDecodeError, match=r"2 workers in a row .* exit code 9"):
         decoded(folder_of(tmp_path / "out", names(4)), load=ending, workers=1)
-    of_script = types.FunctionType(load.__code__, {"__name__": "__main__"})
-    for loader in (lambda: load(), of_script):
-        with pytest.raises(InputError, match="expected a function of a module"):
-            decoded(folder_of(tmp_path / "out", names(4)), load=loader)
 
 
 @pytest.mark.parametrize("engine", [RAY])
