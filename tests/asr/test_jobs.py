@@ -18,6 +18,7 @@ from mmdecode.asr.output.manifest import Entry, read_manifest
 from mmdecode.asr.results import Failure, Segment, Transcript
 from mmdecode.errors import InputError, MissingExtraError, OptionError
 from mmdecode.runs import journal
+from mmdecode.runs import lines as parts
 from mmdecode.runs.crashes import InFlight, suspects_in, watched
 from mmdecode.runs.distributed import Shard, Team, local_device, shard_of
 from mmdecode.runs.files import LISTING, claimed, note_settings
@@ -216,7 +217,8 @@ def test_names_that_are_not_utf_8_are_written_and_found_again(tmp_path):
     assert write(tmp_path, [], odd, resume=True).done == {"a\udcff.wav"}
 
 
-def test_a_second_run_is_kept_out_while_one_is_at_work(tmp_path):
+def test_a_second_run_is_kept_out_while_one_is_at_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(parts, "WAIT_S", 0.2)
     with claimed(tmp_path), pytest.raises(OptionError, match="another run"), claimed(tmp_path):
         pass
     with claimed(tmp_path):

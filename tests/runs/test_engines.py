@@ -22,11 +22,11 @@ from tests.runs.stand_in import decoded, folder_of, load, names
 from tests.support.files import contents, json_lines
 
 PROCESSES = pytest.param("processes", marks=[])
-RAY = pytest.param("ray", marks=[pytest.mark.slow, pytest.mark.timeout(300)])
+RAY = pytest.param("ray", marks=[pytest.mark.slow, pytest.mark.timeout(600)])
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")
 ENGINES = pytest.mark.parametrize("engine", [PROCESSES, RAY])
 SLOWLY = pytest.mark.parametrize(
-    "engine", [pytest.param("processes", marks=[pytest.mark.slow, pytest.mark.timeout(300)]), RAY]
+    "engine", [pytest.param("processes", marks=[pytest.mark.slow, pytest.mark.timeout(600)]), RAY]
 )
 
 
@@ -152,7 +152,7 @@ def test_ray_ends_where_no_worker_can_begin(engine, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_cluster_grows_and_its_gpus_are_shared(two_gpus, whole, tmp_path):
     with pytest.raises(OptionError, match=r"needs 3 GPUs and 1 CPUs, and no machine .* 2 and 4"):
         run(folder_of(tmp_path / "no", names(2)), load, engine=Engine("ray", 1, gpus=3.0))
@@ -182,7 +182,7 @@ def test_older_results_are_replaced_whole(engine, whole, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_to_all_processes_is_no_crash(number, tmp_path):
     out = tmp_path / "out"

@@ -15,6 +15,7 @@ from transformers import GenerationMixin
 
 from mmdecode.errors import InputError, OptionError
 from mmdecode.runs import crashes as journals
+from mmdecode.runs import lines
 from mmdecode.runs.crashes import InFlight
 from mmdecode.runs.files import note_settings, write_file
 from mmdecode.vlm import Answerer
@@ -282,7 +283,8 @@ def test_answers_to_other_questions_are_not_continued(run, table, tmp_path):
     )
 
 
-def test_what_cannot_be_written_or_resumed_is_reported(run, table, tmp_path, images):
+def test_what_cannot_be_written_or_resumed_is_reported(run, table, tmp_path, images, monkeypatch):
+    monkeypatch.setattr(lines, "WAIT_S", 0.2)
     done = run("--data", table, "--out", table)
     assert isinstance(done.exception, InputError)
     (tmp_path / "held" / "results.jsonl").mkdir(parents=True)
