@@ -23,7 +23,7 @@ class Claim:
     """A lock on a folder, which ends with the process.
 
     Args:
-        folder: The folder, which exists.
+        folder: The folder; it is made again if another process removes it as empty.
 
     Attributes:
         first: Whether no other process has the folder; always so for a claim that is not shared.
@@ -39,7 +39,11 @@ class Claim:
         path = self._folder / LOCK
         until = time.monotonic() + wait_s
         while True:
-            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            except FileNotFoundError:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                continue
             try:
                 lock(handle, self._folder, max(until - time.monotonic(), 0.0), share)
                 if _is(handle, path):  # not one that another process has removed since

@@ -68,6 +68,7 @@ class RayWorker:
 
             opened = pickle.loads(ray.get(job))
             self._worker = Worker(opened, f"{rank}-{uuid.uuid4().hex[:8]}", time_limit_s)
+            self._worker.begin()
         except Exception as error:  # of the whole job: raised where it was started
             self._failed = Failed.of(error, "give fewer --workers")
 

@@ -42,27 +42,34 @@ class Worker:
     """Decodes units of work and writes the results into a part of the folder of its own.
 
     The part is the ledger: what a worker returns is only for the progress bar and the summary.
+    `begin` comes first.
 
     Args:
         job: Folder, loader and state of the folder, see `mmdecode.runs.engines.Job`.
         rank: Name of the worker, as no other one of this run has.
         time_limit_s: Seconds without progress after which the process ends.
-
-    Raises:
-        InputError: The folder cannot be written, or its locks do not reach the process that started
-            the worker.
-        MMDecodeError: The model cannot be loaded.
     """
 
     def __init__(self, job: Any, rank: str, time_limit_s: float) -> None:
-        self.folder, load, prepared = job
-        self._time_limit_s, self._seen, self._begun = time_limit_s, 0.0, list[Path]()
+        self.folder, self._load, self._prepared = job
+        self._rank, self._time_limit_s, self._seen = rank, time_limit_s, 0.0
+        self._begun: list[Path] = []
+        self.model: Any = None
+
+    def begin(self) -> None:
+        """Opens the folder and loads the model.
+
+        Raises:
+            InputError: The folder cannot be written, or its locks do not reach the process that
+                started the worker.
+            MMDecodeError: The model cannot be loaded.
+        """
         _check_locks(self.folder.folder)
-        self.folder.open(prepared, rank)
+        self.folder.open(self._prepared, self._rank)
         self.folder.watch.exits = True
         starts = self._begin("loading", MOST_STARTS, "before they had loaded the model")
-        faulthandler.dump_traceback_later(max(LOADING_S, time_limit_s), exit=True)
-        self.model = loaded(load)
+        faulthandler.dump_traceback_later(max(LOADING_S, self._time_limit_s), exit=True)
+        self.model = loaded(self._load)
         faulthandler.cancel_dump_traceback_later()
         self._end(starts)
 
@@ -126,7 +133,8 @@ class Worker:
 
     def forget(self) -> None:
         """Removes the notes on what is being done, where nothing of that is why this one ends."""
-        self.folder.forget()
+        if self.folder.opened:
+            self.folder.forget()
         for path in self._begun:
             path.unlink(missing_ok=True)
 
@@ -204,6 +212,7 @@ def _work(link: _Link, rank: str, job: int, time_limit_s: float) -> None:
     opened = pickle.loads(os.pread(job, os.fstat(job).st_size, 0))
     threading.Thread(target=listen, daemon=True).start()
     worker = link.worker = Worker(opened, rank, time_limit_s)
+    worker.begin()
     with contextlib.closing(worker.folder):
         link.send("ready")
         while True:

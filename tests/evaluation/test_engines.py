@@ -74,7 +74,7 @@ def test_an_item_that_ends_its_worker_fails_in_all_modes(whole, tmp_path):
     found = rows(tmp_path / "out")
     for mine, theirs in zip(found, whole, strict=True):
         if mine["id"].startswith("kill"):
-            assert "2 processes ended while they decoded this input alone" in mine["error"]
+            assert "2 times while it decoded this input alone" in mine["error"]
         else:
             assert mine == theirs
     failed = [(row["mode"], row["id"][:4]) for row in found if row["error"]]
@@ -197,8 +197,8 @@ def test_rows_of_models_are_those_of_one_process(task, tmp_path):
     found, known = rows(tmp_path / "two", name), rows(tmp_path / "one", name)
     assert len(found) == len(known) >= 15
     for mine, theirs in zip(found, known, strict=True):
-        # batches of lists are others
-        assert mine.pop("totals", None) == pytest.approx(theirs.pop("totals", None))
+        for key in ("totals", "margin", "main_margin"):  # batches and cached prompts are others
+            assert mine.pop(key, None) == pytest.approx(theirs.pop(key, None), abs=1e-5)
         assert mine == theirs
     assert [len(table) for table in other.tables()] == [len(table) for table in report.tables()]
     shown = " ".join(name for table in other.tables() for row in table for name in row)

@@ -140,13 +140,23 @@ def kill(pids, after_s):
 
 
 def reported(folder):
-    """Ids that have a transcript in some complete line, and how many such lines there are."""
-    ids = []
-    for path in [folder / "results.jsonl", *(folder / "parts").glob("*.jsonl")]:
-        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-        found = [json.loads(line) for line in lines if line.endswith(b"\n")]
-        ids += [entry["id"] for entry in found if "error" not in entry]
+    """Ids that have a transcript in some complete line, and how many such lines there are.
+
+    A merge first writes the lines of all parts together, and then removes the parts.
+    """
+    merged, parts = ids_in(folder / "results.jsonl"), []
+    for path in (folder / "parts").glob("*.jsonl"):
+        parts += ids_in(path)
+    merging = set(parts) <= set(merged) and len(parts) == len(set(parts))
+    ids = merged if merging else merged + parts
     return set(ids), len(ids)
+
+
+def ids_in(path):
+    """Ids of the transcripts in complete lines of a file."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    found = [json.loads(line) for line in lines if line.endswith(b"\n")]
+    return [entry["id"] for entry in found if "error" not in entry]
 
 
 def series(command, kills, folder, log, exit_code, processes=RANKS):

@@ -195,3 +195,23 @@ def test_broken_sharing_is_noticed(what, name, mistake, whole, tmp_path, monkeyp
     monkeypatch.setattr(what, name, mistake)
     with pytest.raises((AssertionError, OptionError, FileNotFoundError)):
         test_one_that_joins_decodes_its_share_alone_and_merges_nothing(whole, tmp_path)
+
+
+def test_runs_that_leave_nothing_take_no_folder_from_those_that_begin(tmp_path):
+    """An empty folder is removed by the one that made it, while others are about to lock it."""
+    failed = []
+
+    def begin():
+        try:
+            for _ in range(60):
+                with claimed(tmp_path / "out", shared=True):
+                    pass
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=begin) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
