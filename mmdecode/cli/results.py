@@ -39,7 +39,7 @@ def command(
 
     Options:
         folder: --out of transcribe, ask or generate-image.
-        retry: Run the job's command again, for what failed or is missing.
+        retry: Run the job's command again, for what failed or is missing, of all shards.
         table: Also write all results to this file: .csv, .tsv, .json, .jsonl or .parquet.
     """
     from mmdecode.runs.status import status_of
@@ -48,7 +48,7 @@ def command(
     if retry:
         if not found.command:
             raise OptionError(f"{folder} does not say which command wrote it; run it with --resume")
-        words = [word for word in found.command if word != "--overwrite"]
+        words = _all_shards([word for word in found.command if word != "--overwrite"])
         words += ["--resume"] * ("--resume" not in words)
         print_line(f"in {found.folder}: mmdecode {shlex.join(words)}", console)
         done = subprocess.run([sys.executable, "-m", "mmdecode", *words], cwd=found.folder)
@@ -72,10 +72,20 @@ def command(
         if found.causes:
             show_tables([[{"cause": k, "items": str(n)} for k, n in found.causes.items()]])
         for name, error in list(failed.items())[:SHOWN]:
-            print_line(f"failed: {name}: {error}")
+            print_line(f"failed: {name}: {error.removeprefix(f'{name}: ')}")
         if len(failed) > SHOWN:
             print_line(f"and {len(failed) - SHOWN} more; all are in --json")
         if failed or found.missing:
             print_line(f"go on with: mmdecode results {shlex.quote(str(folder))} --retry", console)
     if failed or found.missing:
         raise typer.Exit(1)
+
+
+def _all_shards(words: list[str]) -> list[str]:
+    """Returns the words of a command without the option that says which share it decodes."""
+    kept = iter(words)
+    return [
+        word
+        for word in kept
+        if not word.startswith("--shard=") and not (word == "--shard" and next(kept, ""))
+    ]

@@ -121,7 +121,10 @@ def shard_of(text: str | None) -> Shard | None:
     match = re.fullmatch(r"(\d+)/(\d+)", text)
     index, count = map(int, match.groups()) if match else (0, 0)
     if not 1 <= index <= count:
-        raise OptionError(f"{text!r} is no share of a job; expected INDEX/COUNT, such as 1/4")
+        raise OptionError(
+            f"{text!r} is no share of a job; expected INDEX/COUNT with INDEX "
+            "from 1 to COUNT, such as 1/4"
+        )
     return Shard(index, count) if count > 1 else None
 
 

@@ -63,7 +63,10 @@ class Engine:
             raise OptionError("--engine processes needs Linux or macOS; leave it out")
         low, high = (1, 1) if self.workers is None else self.bounds
         if not 1 <= low <= high:
-            raise OptionError(f"{self.workers!r} workers; expected a number, or MIN:MAX")
+            raise OptionError(
+                f"{self.workers!r} workers; expected a number from 1 on, or with --engine ray "
+                "MIN:MAX, such as 2:16"
+            )
         if low < high and self.name != "ray":
             raise OptionError(f"{self.workers} workers need --engine ray; give one number")
         if self.time_limit_s <= 0 or self.cpus <= 0 or (self.gpus or 0) < 0:

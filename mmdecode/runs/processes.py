@@ -143,6 +143,8 @@ class Workers:
         """Removes a worker that has ended; returns its unit, which is decoded again."""
         self._remove(worker)
         code = worker.process.returncode
+        how = f"exit code {code}" if code >= 0 else f"signal {-code}"
+        print_line(f"a worker ended ({how}), and is replaced", console, "yellow")
         self._futile += not worker.ready
         if self._futile == FUTILE:
             text = f"{FUTILE} workers in a row ended before they had loaded the model, the last "

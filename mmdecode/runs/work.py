@@ -24,6 +24,7 @@ from mmdecode.runs.distributed import Shard
 from mmdecode.runs.engines import LOCAL, Engine, Job
 from mmdecode.runs.files import claimed, explained
 from mmdecode.runs.items import Failed
+from mmdecode.runs.units import cut
 
 if TYPE_CHECKING:
     from mmdecode.runs.journal import Journal
@@ -165,10 +166,12 @@ def run(
         named = None if temporary else folder.shown
         stack.enter_context(resumable(named, lambda: (done(), len(given))))
         claim = stack.enter_context(claimed(folder.folder, shared=shard is not None))
-        folder.resume |= shard is not None
+        resumed, folder.resume = folder.resume, folder.resume or shard is not None
         folder.begin()  # refused before a model is loaded
         if items_of is not None:
             load = _loaded_once(folder, load, items_of, engine)
+        if shard and not resumed:
+            _refuse_other_items(folder)
         folder.shares = (shard.count if shard else 1) * engine.count
         rank = str(shard.index) if shard else None
         prepared = folder.plan() if claim.first else folder.joined(rank or "0")
@@ -198,6 +201,22 @@ def run(
                 tally.others_failed = sum(lines.values()) - len(tally.failures)
     tally.done_before, tally.changed, tally.shard = before, changed, shard
     return tally
+
+
+def _refuse_other_items(folder: Journal[Any]) -> None:
+    """Refuses an input that lacks items of the shards before; it may have new ones.
+
+    Raises:
+        OptionError: Items are missing.
+    """
+    work = folder._before.get("work")
+    known = {name for _, ids in cut(work, (), 1) for name in ids} if work else set[str]()
+    if missing := sorted(known - folder.given.keys()):
+        raise OptionError(
+            f"{folder.folder} has the work of {len(known)} items, of which this shard was not "
+            f"given {len(missing)}, such as {missing[0]}; give each shard the same input, or "
+            "--resume to go on with another one"
+        )
 
 
 def loaded(load: Callable[[], Any]) -> Any:

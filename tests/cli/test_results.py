@@ -73,6 +73,20 @@ def test_what_is_done_failed_and_missing_is_shown(stopped):
     assert whole.exit_code == 0 and whole.stdout == "5 done, 0 failed, 0 missing\n"
 
 
+@pytest.mark.parametrize("share", [["--shard", "1/2"], ["--shard=1/2"]])
+def test_a_shard_is_retried_with_the_work_of_all_shards(share, tmp_path, monkeypatch):
+    begun(tmp_path, "ab", command=["ask", *share, "--model", "m"]).close()
+    called = []
+
+    def instead(args, cwd):
+        called.append(args[3:])
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(subprocess, "run", instead)
+    invoke("results", tmp_path, "--retry")
+    assert called == [["ask", "--model", "m", "--resume"]]
+
+
 def test_commands_are_shown_as_a_shell_takes_them(tmp_path, monkeypatch):
     folder, words = tmp_path / "my answers", ["ask", "a.png", "-q", "Is it $5?", "--resume"]
     folder.mkdir()

@@ -215,3 +215,15 @@ def test_runs_that_leave_nothing_take_no_folder_from_those_that_begin(tmp_path):
     for thread in threads:
         thread.join()
     assert not failed
+
+
+def test_a_shard_with_other_items_is_refused_and_changes_nothing(tmp_path):
+    shard(tmp_path / "out", 1)
+    before = contents(tmp_path / "out")
+    with pytest.raises(
+        OptionError, match="40 items, of which this shard was not given 36, such as clip-10;"
+    ):
+        shard(tmp_path / "out", 2, clips=CLIPS[:4])
+    assert contents(tmp_path / "out") == before
+    tally = shard(tmp_path / "out", 2, clips=CLIPS[:4], resume=True)
+    assert tally.done_before + tally.done <= 4
