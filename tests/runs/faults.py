@@ -20,6 +20,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -180,6 +181,7 @@ def measured(given):
 
 def main():
     if sys.argv[1:2] == ["--run"]:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # else ignored in the background
         out, count, engine, how = sys.argv[2:]
         out = Path(out)
         folder = folder_of(out, names(int(count)), resume=out.exists())
