@@ -253,8 +253,8 @@ def test_results_that_are_printed_take_no_workers(tmp_path):
 
 
 REFUSED = {
-    "workers": ({"workers": "0"}, "expected a number, or MIN:MAX"),
-    "bounds": ({"workers": "3:2", "name": "ray"}, "expected a number, or MIN:MAX"),
+    "workers": ({"workers": "0"}, "expected a number from 1 on, or with"),
+    "bounds": ({"workers": "3:2", "name": "ray"}, "expected a number from 1 on, or with"),
     "bounds of processes": ({"workers": "1:2"}, "need --engine ray"),
     "local workers": ({"name": "local"}, "--workers does nothing with --engine local"),
     "shares of a GPU": ({"gpus": 0.5}, "--gpus-per-worker does nothing with --engine processes"),
