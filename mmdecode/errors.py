@@ -21,6 +21,7 @@ __all__ = [
     "MMDecodeError",
     "MissingExtraError",
     "OptionError",
+    "OverloadError",
     "ShapeError",
     "UnknownNameError",
     "UnsupportedModelError",
@@ -67,6 +68,10 @@ class CrashError(InputError):
     """An input ended the process that read or decoded it, again and again."""
 
 
+class OverloadError(MMDecodeError, RuntimeError):
+    """More work waits than is allowed; nothing was taken, and it can be given again later."""
+
+
 class UnsupportedModelError(MMDecodeError, TypeError):
     """The model has no adapter, or a method cannot work with it."""
 
@@ -99,7 +104,7 @@ class MissingExtraError(MMDecodeError, ImportError):
         message: The missing package and its use, for example
             ``reading audio files needs librosa``.
         extra: Extra of this package that installs it: ``asr``, ``vlm``, ``image``, ``train``,
-            ``eval``, ``vad``, ``media`` or ``torchao``.
+            ``eval``, ``vad``, ``media``, ``mic`` or ``torchao``.
     """
 
     def __init__(self, message: str, *, extra: str) -> None:

@@ -121,6 +121,9 @@ _BUILTIN = {
     "adapters": {
         "whisper": "mmdecode.adapters.audio.whisper:WhisperAdapter",
         "moonshine": "mmdecode.adapters.audio.moonshine:MoonshineAdapter",
+        "moonshine_streaming": (
+            "mmdecode.adapters.audio.moonshine_streaming:MoonshineStreamingAdapter"
+        ),
         "t5": "mmdecode.adapters.seq2seq.t5:T5Adapter",
         "umt5": "mmdecode.adapters.seq2seq.t5:UMT5Adapter",
         "bart": "mmdecode.adapters.seq2seq.bart:BartAdapter",
@@ -144,6 +147,9 @@ _BUILTIN = {
     "recognizers": {
         "whisper": "mmdecode.asr.recognizers.whisper:WhisperRecognizer",
         "moonshine": "mmdecode.asr.recognizers.moonshine:MoonshineRecognizer",
+        "moonshine_streaming": (
+            "mmdecode.asr.recognizers.moonshine_streaming:MoonshineStreamingRecognizer"
+        ),
         "generic": "mmdecode.asr.recognizers.generic:GenericRecognizer",
     },
     "checkpoints": {

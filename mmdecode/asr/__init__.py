@@ -1,14 +1,14 @@
 """Speech: audio files in, transcripts out.
 
 START HERE: `Transcriber`; its loop over windows is `mmdecode.asr.decoding.long_form`. `Stream`
-transcribes audio while it arrives.
+transcribes audio while it arrives, `StreamPool` many streams.
 """
 
 from mmdecode.asr.correction.corrector import Correction, Corrector
 from mmdecode.asr.correction.guard import EditGuard
 from mmdecode.asr.options import FALLBACK, TranscribeOptions
 from mmdecode.asr.results import Failure, Hypothesis, Segment, Transcript
-from mmdecode.asr.streaming import Stream, Update
+from mmdecode.asr.streaming import Stream, StreamPool, Update
 from mmdecode.asr.transcriber import Transcriber
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "Hypothesis",
     "Segment",
     "Stream",
+    "StreamPool",
     "TranscribeOptions",
     "Transcriber",
     "Transcript",

@@ -75,9 +75,9 @@ class Transcriber:
         self.options = options or TranscribeOptions()
         self.recognizer = family(model, processor, self.options)
         self._loop = LongForm(self.recognizer, self.decoder)
-        self._corrector: WindowCorrector | None = None
+        self.corrector: WindowCorrector | None = None
         if correct is not None:
-            self._corrector = self._correcting(correct)
+            self.corrector = self._correcting(correct)
 
     @classmethod
     @trusting_as_asked
@@ -125,15 +125,16 @@ class Transcriber:
             guide = registry.create("guide", guide, **at_hand)
         return cls(model, processor, Decoder(draft, guide, accept, seed), settings, correct)
 
-    def with_options(self, **options: Any) -> Transcriber:
-        """Returns a transcriber with the same model, decoder and corrector and other options.
+    def with_options(self, decoder: Decoder | None = None, **options: Any) -> Transcriber:
+        """Returns a transcriber with the same model and corrector and other options.
 
         Args:
+            decoder: Another decoder; ``None``: the same.
             **options: Fields of `TranscribeOptions` that change.
         """
-        method = self._corrector.method if self._corrector else None
+        method = self.corrector.method if self.corrector else None
         settings = replace(self.options, **options)
-        return Transcriber(self.model, self.processor, self.decoder, settings, method)
+        return Transcriber(self.model, self.processor, decoder or self.decoder, settings, method)
 
     @property
     def sampling_rate(self) -> int:
@@ -239,8 +240,8 @@ class Transcriber:
         indices = [index for index, _ in sources]
         opened = [source for _, source in sources]
         found = self._transcripts(self._loop.run(opened, progress, watch, batch_size), indices)
-        if self._corrector is not None:
-            found = self._corrector.corrected(found, watch, batch_size)
+        if self.corrector is not None:
+            found = self.corrector.corrected(found, watch, batch_size)
         for ended in found:
             if isinstance(ended.result, Failed):
                 name = opened[ended.index].name
@@ -277,7 +278,7 @@ class Transcriber:
             raise OptionError(
                 "stream_segments takes one recording; call it for each, or use stream"
             )
-        if self.options.mode != "sequential" or self._corrector is not None:
+        if self.options.mode != "sequential" or self.corrector is not None:
             raise OptionError(
                 "stream_segments needs mode='sequential' and no correction: otherwise segments are "
                 "known only at the end of the recording; call the transcriber instead"
@@ -420,7 +421,7 @@ class _Segments:
             start_s=round(span[0], 6),
             end_s=round(span[1], 6),
             text=self._transcriber.recognizer.text(piece.tokens),
-            tokens=[int(token) for token in piece.tokens],
+            tokens=piece.tokens if self._job.evidence else [int(token) for token in piece.tokens],
             temperature=piece.result.temperature,
             avg_logprob=piece.result.avg_logprob,
             no_speech_prob=piece.result.no_speech_prob,

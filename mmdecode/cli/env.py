@@ -22,6 +22,7 @@ EXTRAS = {
     "eval": "scipy scikit-learn matplotlib pandas kaldialign",
     "vad": "silero-vad",
     "media": "av",
+    "mic": "sounddevice",
     "tables, scale": "pyarrow",
     "scale": "ray",
     "torchao": "torchao",

@@ -126,7 +126,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 def _is_own(value: str) -> bool:
     """Returns whether a value names data of the user, or real recordings."""
-    if value in ("-", "zoo:real-clips"):
+    if value in ("-", "mic", "zoo:real-clips"):
         return True
     path = Path(value)
     shipped = Path(mmdecode.__file__).parent

@@ -1,12 +1,15 @@
-"""``mmdecode stream``: transcribes audio while it arrives."""
+"""``mmdecode stream``: transcribes audio while it arrives, from one or several inputs."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Annotated, BinaryIO
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.live import Live
@@ -14,25 +17,44 @@ from rich.text import Text
 
 from mmdecode.cli import flags
 from mmdecode.cli.output import emit_json
-from mmdecode.errors import InputError
-from mmdecode.runs.console import console, out, without_other_bars
+from mmdecode.errors import MMDecodeError, OptionError
+from mmdecode.runs.console import console, out, print_line, without_other_bars
 
 if TYPE_CHECKING:
-    import numpy as np
-
+    from mmdecode.asr.audio.inputs import AudioInput
+    from mmdecode.asr.output.captions import Captions
     from mmdecode.asr.streaming import Update
-    from mmdecode.evaluation.speed.latency import StreamReport
+    from mmdecode.asr.streaming.feeding import FedStream, Feeder
+    from mmdecode.asr.transcriber import Transcriber
+    from mmdecode.evaluation.speed.latency import StreamMeter, StreamReport
+
+PANELS = {
+    "Options": "model draft policy step task language vad word_timestamps device",
+    "Input": "device_index list_devices real_time",
+    "Output": "out_dir overwrite json",
+    "Decoding": "max_new_tokens dtype quantize trust_remote_code",
+}
+"""Parameters by section of the help."""
+_LATE_S = 5.0
+"""Delay of a live input from which the user is warned, if it is also more than three steps."""
 
 
 def command(
-    path: Annotated[str, typer.Argument()],
+    context: typer.Context,
     model: flags.Recogniser,
+    paths: Annotated[flags.Texts, typer.Argument(metavar="[INPUT...]")] = None,
+    device_index: Annotated[int | None, typer.Option(metavar="N")] = None,
+    list_devices: bool = False,
+    real_time: bool = False,
     draft: str | None = None,
     policy: str = "agreement",
     step: float = 1.0,
+    task: str | None = None,
     vad: bool = False,
     word_timestamps: bool = False,
     language: str | None = None,
+    out_dir: Path | None = None,
+    overwrite: bool = False,
     max_new_tokens: flags.Limit = None,
     device: str = "auto",
     dtype: str = "auto",
@@ -42,142 +64,370 @@ def command(
     """Transcribe audio while it arrives, and print words once they are stable.
 
     Printed words do not change any more. A terminal also shows the provisional words, dimmed. A
-    file is read as fast as it can be transcribed. Ctrl-C ends a stream.
+    file is read as fast as it can be transcribed. Ctrl-C ends all inputs after the step at hand,
+    and prints their provisional words. Inputs that fail are listed at the end, and the exit code is
+    then 1.
 
     For example:
 
-      arecord -f S16_LE -r 16000 -c 1 -t raw | mmdecode stream - --model openai/whisper-small
+      mmdecode stream mic --model openai/whisper-small
+
+      mmdecode stream talk.mp3 lecture.wav --real-time --out captions --model small
 
       ffmpeg -i talk.mkv -ac 1 -ar 16000 -f s16le - | mmdecode stream - --model small --json
 
     Options:
-        path: An audio file, or - for a stream on stdin: 16-bit little-endian samples at 16 kHz, one
-            channel.
+        paths: Audio files; mic for a microphone (extra mic); - for a stream on stdin: 16-bit
+            little-endian samples at 16 kHz, one channel. Several are transcribed together.
+        device_index: Number of the microphone, see --list-devices. [default: the system's]
+        list_devices: List microphones and exit.
+        real_time: Read files at their own pace, one second of audio per second.
         draft: Drafter; see 'mmdecode methods draft'.
-        policy: Words that are committed, that is printed for good: agreement:n=2 commits words
-            that the last n hypotheses agree on, hold:n=3 all but the last n words.
+        policy: Words that are committed, that is printed for good. agreement:n=2 commits words
+            that the last n hypotheses agree on; hold:n=3 all but the last n words; delay:s=0.8
+            words that ended s seconds ago; alignatt:s=0.5 words that do not attend to the last s
+            seconds; ending:p=0.9 words after which the text goes on with probability p; wait:k=3
+            a word per step, from step k on; adaptive-wait the same, words of which the model is
+            sure earlier.
         step: Seconds of audio between updates.
         word_timestamps: Time words, and report the mean delay from a word's end to its commitment.
-        json: Print a JSON object per update, and one at the end.
+        out_dir (--out): Folder for captions, a WebVTT file per input, which grow while audio
+            arrives. Words are timed if the model can.
+        json: Print a JSON object per update, with the name of its input, and one at the end.
     """
     given = dict(locals())
 
-    from mmdecode.asr.audio.reading import blocks, recording
-    from mmdecode.asr.output.inputs import STDIN
-    from mmdecode.asr.streaming import Stream, policy_of
-    from mmdecode.asr.transcriber import Transcriber
-    from mmdecode.evaluation.speed.latency import StreamMeter
+    from mmdecode.asr.output.captions import Captions, refuse_existing
+    from mmdecode.asr.streaming import StreamPool, policy_of
+    from mmdecode.asr.streaming.feeding import Feeder
+    from mmdecode.asr.transcriber import make_options
 
     without_other_bars()
-    policy_of(policy)  # refused before a model is loaded
-    names = "draft device dtype quantize language vad word_timestamps max_new_tokens"
-    transcriber = Transcriber.from_pretrained(model, **flags.picked(given, names))
-    stream, meter = Stream(transcriber, policy, step), StreamMeter()
+    flags.refuse_without("--out", ["overwrite"], context, out_dir)
+    names = _names(paths or [], device_index)
+    files = [name for name in names if name not in ("mic", "-")]
+    flags.refuse_without("a file", ["real_time"], context, files)
+    # refused before a model is loaded
+    policy_of(policy)
+    options = flags.picked(given, "language vad task word_timestamps max_new_tokens")
+    make_options(options)
+    captioned = _caption_paths(out_dir, names)
+    refuse_existing(captioned.values(), overwrite)
+    microphone = _microphone(names, device_index)
+    transcriber = _loaded(given, options, timed=out_dir is not None)
+    pool = StreamPool(transcriber, most_waiting_s=math.inf)
+    rate = transcriber.sampling_rate
+    inputs = [_input(name, rate, step, real_time, microphone) for name in names]
+    feeder = Feeder(pool, inputs, step, policy=policy)
     with contextlib.ExitStack() as stack:
-        screen = None if json else stack.enter_context(_Screen())
-
-        def take(updates: list[Update]) -> None:
-            for update in updates:
-                meter.add(update)
-                screen.show(update) if screen else emit_json(update.as_dict())
-
-        spoken = path == STDIN
-        samples = _spoken(sys.stdin.buffer) if spoken else blocks(recording(path), stream.rate)
-        follow(samples, stream.feed, round(step * stream.rate), take)
-        take([stream.finish()])
-    report = meter.report()
-    if json:
-        emit_json(flags.picked(given, "model", later="quantize") | report.as_dict())
-    else:
-        console.print(_summary(report, stream.audio_s), highlight=False, soft_wrap=True)
+        writers = [
+            stack.enter_context(contextlib.closing(Captions(path, overwrite)))
+            for path in captioned.values()
+        ]
+        screen = None if json else stack.enter_context(Screen([_shown(one) for one in inputs]))
+        if microphone is not None:
+            print_line(f"recording from {microphone.name}; Ctrl-C ends", console)
+        progress = Progress(feeder, step, writers, screen)
+        progress.run()
+    progress.report(flags.picked(given, "model", later="quantize") if json else None)
+    if any(one.error for one in feeder.streams):
+        raise typer.Exit(1)
 
 
-def follow(
-    blocks: Iterable[np.ndarray],
-    feed: Callable[[np.ndarray], list[Update]],
-    size: int,
-    take: Callable[[list[Update]], None],
-) -> None:
-    """Passes samples to a stream until they end or Ctrl-C is pressed.
+def refuse(given: dict[str, Any]) -> None:
+    """Lists microphones instead of running, if that is asked for."""
+    if not given["list_devices"]:
+        return
+    from mmdecode.asr.audio.microphone import input_devices
 
-    After Ctrl-C no more samples are awaited, but a step that is being transcribed is finished.
+    found = input_devices()
+    if given["json"]:
+        emit_json({"devices": found})
+    elif not found:
+        print_line("no microphone was found on this machine", console)
+    for one in () if given["json"] else found:
+        default = " (default)" if one.is_default else ""
+        print_line(f"{one.index}: {one.name}, {one.channels} in, {one.rate} Hz{default}")
+    raise typer.Exit
+
+
+def _names(paths: Sequence[str], device_index: int | None) -> list[str]:
+    """Returns the inputs as given; the index of a microphone adds one.
+
+    Raises:
+        OptionError: There is none, or one is named twice.
+    """
+    from mmdecode.asr.audio.microphone import MICROPHONE
+
+    names = list(paths)
+    if device_index is not None and MICROPHONE not in names:
+        names.append(MICROPHONE)
+    if not names:
+        raise OptionError("nothing to transcribe; give audio files, mic for a microphone, or -")
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise OptionError(f"input {name!r} is given {count} times; name each input once")
+    return names
+
+
+def _caption_paths(folder: Path | None, names: Sequence[str]) -> dict[str, Path]:
+    """Returns the caption file of each input; none without a folder."""
+    from mmdecode.asr.audio.inputs import STDIN
+    from mmdecode.asr.output.formats import Names
+
+    if folder is None:
+        return {}
+    files = Names()
+    return {name: folder / f"{files.new(STDIN if name == '-' else name)}.vtt" for name in names}
+
+
+def _microphone(names: Sequence[str], index: int | None) -> Any:
+    """Returns the device that records; ``None``: no input is a microphone."""
+    from mmdecode.asr.audio.microphone import MICROPHONE, find_device
+
+    return find_device(index) if MICROPHONE in names else None
+
+
+def _input(name: str, rate: int, step: float, real_time: bool, microphone: Any) -> AudioInput:
+    """Makes an input of its name on the command line."""
+    from mmdecode.asr.audio.inputs import FileInput, PipeInput
+    from mmdecode.asr.audio.microphone import MICROPHONE, Microphone
+    from mmdecode.asr.audio.reading import recording
+
+    block = max(1, round(step * rate))
+    if name == "-":
+        return PipeInput(sys.stdin.buffer, rate, block)
+    if name == MICROPHONE:
+        return Microphone(rate, microphone)
+    block = min(block, rate // 10) if real_time else block
+    return FileInput(recording(name), rate, block, real_time)
+
+
+def _loaded(given: dict[str, Any], options: dict[str, Any], timed: bool) -> Transcriber:
+    """Loads the model; words get times if captions are written and the model has them."""
+    from mmdecode.asr.transcriber import Transcriber
+
+    names = "draft device dtype quantize"
+    made = Transcriber.from_pretrained(given["model"], **flags.picked(given, names), **options)
+    if timed and not made.options.word_timestamps:
+        with contextlib.suppress(MMDecodeError):
+            return made.with_options(word_timestamps=True)
+    return made
+
+
+def _shown(one: AudioInput) -> str:
+    return one.name.encode("utf-8", "backslashreplace").decode()  # names need not be UTF-8
+
+
+class Progress:
+    """Runs streams to their end, and shows, writes and measures their updates.
 
     Args:
-        blocks: Blocks of samples as they arrive.
-        feed: Function that transcribes samples, see `mmdecode.asr.streaming.Stream.feed`.
-        size: Samples per call of ``feed``; Ctrl-C is checked after each call.
-        take: Function that is called with the updates of each call of ``feed``.
+        feeder: The streams with their inputs.
+        step_s: Seconds of audio between updates.
+        captions: A file of captions per input, or none at all.
+        screen: Where text is shown; ``None``: updates are printed as JSON.
     """
-    waiting, asked = True, False
 
-    def interrupted(*_: object) -> None:
+    def __init__(
+        self, feeder: Feeder, step_s: float, captions: Sequence[Captions], screen: Screen | None
+    ) -> None:
+        from mmdecode.evaluation.speed.latency import StreamMeter
+
+        self._feeder, self._screen = feeder, screen
+        self._late_s = max(_LATE_S, 3 * step_s)
+        self._captions = dict(zip(map(id, feeder.streams), captions, strict=False))
+        self._meters: dict[int, StreamMeter] = {id(one): StreamMeter() for one in feeder.streams}
+        self._late = self._stopped = False
+
+    def run(self) -> None:
+        """Runs until all inputs have ended, or Ctrl-C ends them."""
+        from mmdecode.asr.results import Failure
+
+        with contextlib.ExitStack() as stack:
+            for one in self._feeder.streams:
+                stack.callback(one.input.close)
+            asked = stack.enter_context(interrupts())
+            self._feeder.start()
+            while not self._feeder.ended:
+                for one, found in self._feeder.step():
+                    if not isinstance(found, Failure) and (one.error is None or found.audio_s):
+                        self._take(one, found)
+                for one in self._feeder.streams:
+                    while one.input.notes:
+                        print_line(one.input.notes.pop(0), console, "yellow")
+                if asked() and not self._stopped:
+                    self._stopped = True
+                    self._feeder.stop()
+
+    def _take(self, one: FedStream, update: Any) -> None:
+        self._meters[id(one)].add(update)
+        if id(one) in self._captions:
+            self._captions[id(one)].add(update)
+        name = _shown(one.input)
+        if self._screen is None:
+            emit_json({"input": name, **update.as_dict()})
+        else:
+            self._screen.show(name, update, ended=one.ended)
+        delay_s = update.ready_s - update.audio_s
+        if one.input.is_live and delay_s > self._late_s and not self._late:
+            self._late = True
+            print_line(
+                f"{name}: words come {delay_s:.1f} s late, since this machine is slower than the "
+                "audio, and the delay grows; nothing is dropped; a smaller model, a longer --step "
+                "or a --draft is faster",
+                console,
+                "yellow",
+            )
+
+    def _path(self, one: FedStream) -> str | None:
+        captions = self._captions.get(id(one))
+        return None if captions is None else str(captions.path)
+
+    def report(self, settings: dict[str, Any] | None) -> None:
+        """Prints the statistics of each input, and why inputs failed.
+
+        Args:
+            settings: Settings to print, with the statistics, as JSON; ``None``: lines of text.
+        """
+        streams = self._feeder.streams
+        found = [self._meters[id(one)].report() for one in streams]
+        if settings is not None:
+            rows = [
+                _row(one, report) | {"captions": self._path(one)}
+                for one, report in zip(streams, found, strict=True)
+            ]
+            failed = sum(one.error is not None for one in streams)
+            several = {"inputs": rows, "failed": failed}
+            emit_json(settings | (rows[0] if len(rows) == 1 else several))
+        for one, report in zip(streams, found, strict=True):
+            name = f"{_shown(one.input)}: " if len(streams) > 1 else ""
+            if settings is None and (one.error is None or one.stream.audio_s):
+                path = self._path(one)
+                text = _summary(report, one.stream.audio_s) + (f"; captions in {path}" * bool(path))
+                print_line(name + text, console)
+            if one.discarded_s >= 0.05:
+                text = f"stopped; {one.discarded_s:.1f} s of audio that arrived are not transcribed"
+                print_line(name + text, console, "yellow")
+            if one.input.lost_s:
+                print_line(f"{name}{one.input.lost_s:.1f} s of audio were lost", console, "yellow")
+        for one in streams:
+            if one.error is not None:
+                text = one.error.error.encode("utf-8", "backslashreplace").decode()
+                named = text.startswith(_shown(one.input))
+                text = text if named else f"{_shown(one.input)}: {text}"
+                print_line(f"failed: {text}", console, "red")
+
+
+@contextlib.contextmanager
+def interrupts() -> Iterator[Callable[[], bool]]:
+    """Notes Ctrl-C inside the context instead of raising; a second one is raised.
+
+    Yields:
+        Function that returns whether it was pressed.
+    """
+    asked = False
+    before = signal.getsignal(signal.SIGINT)
+
+    def note(*_: object) -> None:
         nonlocal asked
         asked = True
-        if waiting:
-            raise KeyboardInterrupt
+        signal.signal(signal.SIGINT, before)
 
-    before = signal.signal(signal.SIGINT, interrupted)
+    signal.signal(signal.SIGINT, note)
     try:
-        for block in blocks:
-            waiting = False
-            for at in range(0, len(block), size):
-                take(feed(block[at : at + size]))
-                if asked:
-                    return
-            waiting = True
-    except KeyboardInterrupt:
-        return
+        yield lambda: asked
     finally:
         signal.signal(signal.SIGINT, before)
 
 
-def _spoken(file: BinaryIO) -> Iterator[np.ndarray]:
-    """Reads 16-bit samples from an open file, and yields float32 blocks as they arrive."""
-    import numpy as np
+class Screen:
+    """Prints committed words as running text, and on a terminal provisional words, dimmed.
 
-    rest, started = b"", False
-    while data := file.read1(1 << 16):  # type: ignore[attr-defined]
-        data = rest + data
-        if not started and data.startswith((b"RIFF", b"fLaC", b"OggS", b"ID3")):
-            raise InputError(
-                "standard input holds an audio file; expected samples without a header: convert it "
-                "with ffmpeg -i - -ac 1 -ar 16000 -f s16le -, or give the file's path"
-            )
-        started = True
-        whole = len(data) - len(data) % 2
-        rest = data[whole:]
-        yield np.frombuffer(data[:whole], "<i2").astype(np.float32) / 32768
+    Text of several inputs has the name of its input before it: a sentence per line on a terminal,
+    else the words of an update.
 
+    Args:
+        names: Names of the inputs.
+    """
 
-class _Screen:
-    """Prints committed words as running text, and on a terminal provisional words, dimmed."""
-
-    def __init__(self) -> None:
-        self._line = ""
+    def __init__(self, names: Sequence[str]) -> None:
+        self._several = len(names) > 1
+        self._lines = dict.fromkeys(names, "")
+        self._open = dict.fromkeys(names, "")
         self._live = Live(console=out, transient=True, auto_refresh=False)
 
-    def __enter__(self) -> _Screen:
+    def __enter__(self) -> Screen:
         if out.is_terminal:
             self._live.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._live.stop()
-        out.print(self._line if out.is_terminal else "", markup=False, highlight=False)
+        if out.is_terminal:
+            for name in self._lines:
+                self._print(name)
+        elif not self._several:
+            print_line("")
 
-    def show(self, update: Update) -> None:
-        """Shows an update."""
-        if not out.is_terminal:  # rich prints whole lines only
-            out.file.write(update.text if self._line else update.text.lstrip())
-            out.file.flush()
-            self._line = self._line or update.text
+    def _print(self, name: str) -> None:
+        """Prints the line of an input, and begins the next one."""
+        line, self._lines[name] = self._lines[name], ""
+        self._live.update(self._open_lines(), refresh=True)  # drawn again below the line
+        if line:
+            out.print(self._label(name) + line, markup=False, highlight=False)
+
+    def _label(self, name: str) -> str:
+        return f"{name}: " if self._several else ""
+
+    def _open_lines(self) -> Text:
+        """Returns the lines that have not ended, with their provisional words."""
+        parts: list[Any] = []
+        for name, line in self._lines.items():
+            if line or self._open[name]:
+                parts += ["\n" * bool(parts), self._label(name) + line, (self._open[name], "dim")]
+        return Text.assemble(*parts)
+
+    def show(self, name: str, update: Update, ended: bool = False) -> None:
+        """Shows an update.
+
+        Args:
+            name: Name of its input.
+            update: The update.
+            ended: Whether it is the last one of its input.
+        """
+        if not out.is_terminal:
+            self._write(name, update.text)
             return
-        self._line = (self._line + update.text).lstrip()
-        if self._line.endswith((".", "?", "!")) or len(self._line) > out.width:
-            out.print(self._line, markup=False, highlight=False)
-            self._line = ""
-        open_words = "".join(update.provisional), "dim"
-        self._live.update(Text.assemble(self._line, open_words), refresh=True)
+        line = self._lines[name] = (self._lines[name] + update.text).lstrip()
+        self._open[name] = (
+            "".join(update.provisional) if line else ("".join(update.provisional).lstrip())
+        )
+        if ended or line.endswith((".", "?", "!")) or len(line) > out.width:
+            self._print(name)
+        self._live.update(self._open_lines(), refresh=True)
+
+    def _write(self, name: str, text: str) -> None:
+        """Writes committed words to a file or pipe; rich prints whole lines only."""
+        if self._several:
+            if text.strip():
+                print_line(f"{name}: {text.strip()}")
+        else:
+            out.file.write(text if self._lines[name] else text.lstrip())
+            self._lines[name] = self._lines[name] or text
+        out.file.flush()
+
+
+def _row(one: FedStream, report: StreamReport) -> dict[str, Any]:
+    """Returns the statistics of an input as JSON."""
+    return {
+        "input": _shown(one.input),
+        "audio_s": one.stream.audio_s,
+        **report.as_dict(),
+        "discarded_s": one.discarded_s,
+        "lost_s": one.input.lost_s,
+        "error": one.error and one.error.error,
+    }
 
 
 def _summary(report: StreamReport, audio_s: float) -> str:

@@ -270,8 +270,8 @@ def _paced(usual: FitOptions, given: Mapping[str, Any]) -> FitOptions:
 
 @training
 def alignment_heads(
-    model: Annotated[str, flags.model_option("A Whisper model", "openai/whisper-small")],
-    data: Annotated[Path | None, typer.Option(exists=True)] = None,
+    model: Annotated[str, flags.model_option("The recogniser", "openai/whisper-small")],
+    data: Path | None = None,
     method: str = "ctc",
     limit: int = 80,
     most: int = 10,
@@ -280,12 +280,13 @@ def alignment_heads(
     overwrite: bool = False,
     json: JsonFlag = False,
 ) -> Trained:
-    """Find the cross-attention heads that align text with audio, for word timestamps.
+    """Find the cross-attention heads that align text with audio, for word times and streams.
 
     Options:
-        data: Table with a 'path' per recording, or folder of audio. Default: sentences of the
-            shipped models' training, spoken by espeak-ng.
-        method: Forced aligner whose times are the reference: ctc[:model=NAME].
+        data: Table with a 'path' per recording, folder of audio or zoo:real-clips. Default:
+            sentences of the shipped models' training, spoken by espeak-ng.
+        method: Forced aligner whose times are the reference: ctc (that of the model) or
+            ctc:model=NAME, such as ctc:model=zoo:whisper-synth.
         limit: Number of recordings.
         most: Maximum number of attention heads.
         out: Model folder whose generation_config.json gets the heads.

@@ -55,7 +55,11 @@ def encode_unpadded(encoder: Any, rows: Sequence[Inputs]) -> tuple[Tensor, Tenso
     for group in alike(rows):
         states = encoder(**stacked([rows[index] for index in group])).last_hidden_state
         found |= dict(zip(group, states, strict=True))
-    ordered = [found[index] for index in range(len(rows))]
+    return padded([found[index] for index in range(len(rows))])
+
+
+def padded(ordered: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+    """Pads states ``(S, H)`` of rows on the right; returns them with a mask as above."""
     lengths = torch.tensor([len(states) for states in ordered], device=ordered[0].device)
     mask = None
     if len(set(lengths.tolist())) > 1:

@@ -45,7 +45,7 @@ def check_recognizer(
     * Options that the model family does not support are refused, and the error names the option.
     * Windows cover every sample of a recording; none is empty or longer than ``window_frames``.
     * Encoder states and text of a window are the same alone and in a batch, and the text is the
-      same with and without a draft.
+      same with and without a draft. An encoder cache changes no states.
     * The text of a window is that of plain ``generate``, end and padding tokens are not text, and
       segments lie inside the recording.
 
@@ -68,6 +68,7 @@ def check_recognizer(
     short = [samples for samples in recordings if len(samples) <= whole]
     with torch.no_grad():
         _check_encoding(usual, short)
+        _check_encoder_cache(usual, short[-1])
     texts = [_decoded(make(TranscribeOptions(batch_size=1)), None, [one])[0] for one in recordings]
     _same(_decoded(usual, None, recordings), texts, "together", "alone")
     if usual.capabilities.drafts:
@@ -171,6 +172,29 @@ def _check_encoding(ours: Recognizer, recordings: Sequence[np.ndarray]) -> None:
         assert worst <= TOLERANCE, (
             f"states of window {index} differ by {worst:.3g} between alone and in a batch; encode "
             "only windows of one length together, and pad their states"
+        )
+
+
+def _check_encoder_cache(ours: Recognizer, samples: np.ndarray) -> None:
+    """Checks that the cache of a stream changes no states of windows that grow and are cut."""
+    cache = ours.encoder_cache()
+    if cache is None:
+        return
+    half = len(samples) // 2
+    for begin, end in ((0, half), (0, len(samples)), (0, half), (half, 2 * half)):
+        found = []
+        for more in ({}, {"of_stream": {"encoder_cache": cache}}):
+            given = {"audio": (samples[begin:end], ours.rate), **more}
+            recording = ours.open(source_of(given, ours.rate))
+            frames = recording.frames
+            window = ours.read(recording, 0, frames)
+            found.append(_states(ours.encode([window], [frames * ours.frame_s]), 0))
+        expected, cached = found
+        assert cached.shape == expected.shape and torch.allclose(
+            cached, expected, rtol=0, atol=TOLERANCE
+        ), (
+            f"with encoder_cache a window of samples {begin} to {end} has other states than "
+            "without, after other windows; compare the samples of windows, not their lengths"
         )
 
 

@@ -1,15 +1,19 @@
-"""Finds the ``alignment_heads`` of a Whisper: cross-attention heads that give word timestamps.
+"""Finds the ``alignment_heads`` of a recogniser: cross-attention heads that show word times.
 
 The model transcribes recordings, and forced alignment gives the start and end of each token. The
 score of a head is the share of a token's attention that falls between them, minus the share that
 uniform attention would put there. Heads are ranked by score; the number of heads chosen is the one
 whose word timestamps differ least from the forced alignment, at most ``most``.
+
+The forced aligner is a CTC model, which need not belong to the recogniser: that of
+``zoo:whisper-synth`` reads the samples of any recording (``ctc:model=zoo:whisper-synth``).
 """
 
 from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,21 +23,25 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
-from transformers.modeling_outputs import BaseModelOutput
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from mmdecode.asr.alignment.cross_attention import (
-    Head,
     Spoken,
-    Timer,
     attention_spans,
     cross_attention,
+    ctc_spans,
+    every_head,
 )
-from mmdecode.asr.alignment.words import Token, split_words
+from mmdecode.asr.alignment.ctc import ctc_model_of
+from mmdecode.asr.alignment.evidence import frames_of
+from mmdecode.asr.alignment.words import SPACES, Token, split_words
+from mmdecode.asr.audio.reading import source_of
+from mmdecode.asr.recognizers import Recognizer
 from mmdecode.decoder import Decoder
-from mmdecode.engine.request import token_ids
-from mmdecode.errors import InputError
+from mmdecode.errors import InputError, OptionError
 from mmdecode.runs.files import refuse_foreign, write_file
-from mmdecode.train.drafters.transcripts import greedy, whisper_prompt
+from mmdecode.train.drafters.medusa import recognizers_of
+from mmdecode.train.drafters.transcripts import batches_of
 
 
 @dataclass
@@ -44,113 +52,113 @@ class Aligned:
         tokens: Tokens of the transcript with their times from forced alignment.
         weights: Cross-attention weights of every head, ``(layers * heads, tokens + 1, frames)``.
         spoken: Whether each token is text, and not a timestamp.
+        frame_s: Duration of an encoder frame in seconds.
     """
 
     tokens: list[Token]
     weights: Tensor
     spoken: list[bool]
+    frame_s: float
 
 
 @torch.no_grad()
 def collect(
-    model: Any, processor: Any, waves: Iterable[np.ndarray], method: str, language: str = "en"
+    recognizer: Recognizer, waves: Iterable[np.ndarray], method: str, language: str = "en"
 ) -> Iterator[Aligned]:
     """Transcribes recordings and aligns them; recordings without a spoken word are skipped.
 
     Args:
-        model: A Whisper.
-        processor: Processor of the model.
+        recognizer: A recogniser that the engine has an adapter for.
         waves: Recordings at the model's sampling rate, truncated to the model's window.
-        method: Method of forced alignment, a value of the option ``word_timestamps``.
-        language: Language of the recordings; used only if the checkpoint is multilingual.
+        method: Method of forced alignment: ``ctc`` or ``ctc:model=NAME``.
+        language: Language of the recordings.
+
+    Raises:
+        OptionError: The method is no forced alignment.
+        InputError: The CTC model cannot be loaded, or the recogniser lacks the language.
     """
-    extractor, config = processor.feature_extractor, model.config
-    stride = extractor.nb_max_frames // config.max_source_positions
-    frame_s = stride * extractor.hop_length / extractor.sampling_rate
-    eos = token_ids(model.generation_config.eos_token_id)[0]
-    stamps = model.generation_config.no_timestamps_token_id + 1
-    timer = Timer(
-        model,
-        processor.tokenizer,
-        method,
-        stamps=stamps,
-        frame_s=frame_s,
-        rate=extractor.sampling_rate,
-    )
+    ctc = ctc_model_of(method, recognizer.model, recognizer.rate)
+    if ctc is None:
+        raise OptionError(f"--method {method}; expected a forced aligner, ctc[:model=NAME]")
+    model, tokenizer = recognizer.model, byte_level(recognizer.tokenizer)
     every = every_head(model)
-    prompt = whisper_prompt(model, 1, 1, language).to(model.device)
-    room = config.max_target_positions - prompt.shape[1]
     for wave in waves:
-        wave = wave[: extractor.n_samples]
-        features = extractor(
-            wave, sampling_rate=extractor.sampling_rate, return_tensors="pt"
-        ).input_features.to(model.device, model.dtype)
-        audio = model.get_encoder()(features).last_hidden_state
-        ids = greedy(model, audio, prompt, Decoder(), room)[0].tolist()[prompt.shape[1] :]
-        tokens = ids[: ids.index(eos)] if eos in ids else ids
-        frames = -(-len(wave) // (stride * extractor.hop_length))
-        rules = LogitsProcessorList()
-        window = Spoken(prompt[0].tolist(), tokens, rules, 0.0, frames, features[0], wave)
-        [timed] = timer([window], audio)
-        spoken = [token < stamps for token in tokens]
-        if not any(spoken):
+        wave = wave[: round(recognizer.window_s * recognizer.rate)]
+        spoken_in = recognizer.language_of(source_of({"audio": wave, "language": language}, 1))
+        [batch] = batches_of([recognizer], [wave], Decoder(), spoken_in)
+        prompt, tokens = batch.ids[0].split((batch.prompt, batch.ids.shape[1] - batch.prompt))
+        ids = [token for token in tokens.tolist() if token not in recognizer.eos_token_ids]
+        if not any(map(is_text := recognizer.is_text, ids)):
             continue
+        frames, frame_s = frames_of(recognizer, batch.encoded, 0)
+        features = batch.encoded.inputs[0]
+        window = Spoken(prompt.tolist(), ids, LogitsProcessorList(), 0.0, frames, features, wave)
+        spans = ctc_spans(window, ctc, tokenizer, is_text, frame_s)
         with cross_attention(model.get_decoder(), every) as attention:
-            model(
-                encoder_outputs=BaseModelOutput(last_hidden_state=audio),
-                decoder_input_ids=torch.tensor([window.prompt + tokens], device=model.device),
-                use_cache=False,
-            )
-        weights = attention.weights(0, frames)[:, len(window.prompt) - 1 :]
-        yield Aligned(timed, weights.cpu(), spoken)
+            recognizer.logits(torch.cat([prompt, prompt.new_tensor(ids)])[None], batch.encoded)
+        yield Aligned(
+            [Token.of(token, *span, 1.0) for token, span in zip(ids, spans, strict=True)],
+            attention.weights(0, frames)[:, len(prompt) - 1 :].cpu(),
+            [is_text(token) for token in ids],
+            frame_s,
+        )
 
 
-def every_head(model: Any) -> list[Head]:
-    """Returns layer and head of all cross-attention heads of the decoder, layer by layer."""
-    config = model.config
-    return [
-        (layer, head)
-        for layer in range(config.decoder_layers)
-        for head in range(config.decoder_attention_heads)
-    ]
-
-
-def score_heads(data: Sequence[Aligned], frame_s: float) -> Tensor:
-    """Returns the mean score of each head over all text tokens, ``(heads,)``; see the module.
+class ByteLevel:
+    """Tokenizer that names SentencePiece's pieces as a byte-level BPE tokenizer would.
 
     Args:
-        data: Aligned recordings.
-        frame_s: Duration of an encoder frame in seconds.
+        tokenizer: A tokenizer whose pieces have `SPACES` for spaces, and ``<0x0A>`` for a byte.
     """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer, self._names = tokenizer, bytes_to_unicode()
+
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+        """Returns the names of tokens, a character for each byte."""
+        return ["".join(map(self._names.__getitem__, self._bytes(id_))) for id_ in ids]
+
+    def _bytes(self, token: int) -> bytes:
+        piece = self._tokenizer.convert_ids_to_tokens(token)
+        if re.fullmatch("<0x[0-9A-F]{2}>", piece):
+            return bytes((int(piece[3:5], 16),))
+        return piece.replace(SPACES[1], " ").encode()
+
+
+def byte_level(tokenizer: Any) -> Any:
+    """Returns a tokenizer with byte-level names, as `mmdecode.asr.alignment.words` reads them."""
+    pieces = (piece.startswith(SPACES[1]) for piece in tokenizer.get_vocab())
+    return ByteLevel(tokenizer) if any(pieces) else tokenizer
+
+
+def score_heads(data: Sequence[Aligned]) -> Tensor:
+    """Returns the mean score of each head over all text tokens, ``(heads,)``; see the module."""
     gains = []
     for aligned in data:
         frames = aligned.weights.shape[-1]
         for row, token in enumerate(aligned.tokens):
             if not aligned.spoken[row]:
                 continue
-            start = min(int(token.start_s / frame_s), frames - 1)
-            end = min(max(start + 1, round(token.end_s / frame_s)), frames)
+            start = min(int(token.start_s / aligned.frame_s), frames - 1)
+            end = min(max(start + 1, round(token.end_s / aligned.frame_s)), frames)
             gains.append(aligned.weights[:, row, start:end].sum(-1) - (end - start) / frames)
     return torch.stack(gains).mean(0)
 
 
-def word_errors(
-    data: Sequence[Aligned], heads: Sequence[int], tokenizer: Any, frame_s: float
-) -> np.ndarray:
+def word_errors(data: Sequence[Aligned], heads: Sequence[int], tokenizer: Any) -> np.ndarray:
     """Returns how far word times from attention are from forced alignment, ``(2, words)``.
 
     Args:
         data: Aligned recordings.
         heads: Indices of the heads that word times are computed from, as `every_head` orders them.
-        tokenizer: Tokenizer of the model.
-        frame_s: Duration of an encoder frame in seconds.
+        tokenizer: Tokenizer of the model, with byte-level names.
 
     Returns:
         Signed errors of the words' starts (row 0) and ends (row 1) in seconds.
     """
     missed: list[tuple[float, float]] = []
     for aligned in data:
-        spans = attention_spans(aligned.weights[list(heads)], frame_s, aligned.spoken)
+        spans = attention_spans(aligned.weights[list(heads)], aligned.frame_s, aligned.spoken)
         text_spans = [
             (t, s)
             for t, s, is_text in zip(aligned.tokens, spans, aligned.spoken, strict=True)
@@ -170,10 +178,10 @@ def find_heads(
     """Scores all cross-attention heads on recordings and chooses the best for word timestamps.
 
     Args:
-        model: A Whisper.
+        model: A recogniser's model that the engine has an adapter for.
         processor: Processor of the model.
-        waves: Recordings at the model's sampling rate.
-        method: Method of forced alignment.
+        waves: Recordings of English at the model's sampling rate.
+        method: Method of forced alignment: ``ctc`` or ``ctc:model=NAME``.
         most: Maximum number of heads to choose.
 
     Returns:
@@ -183,20 +191,23 @@ def find_heads(
         recordings used.
 
     Raises:
-        InputError: The model recognised no word in any recording.
+        InputError: The model recognised no word in any recording, or the CTC model cannot be
+            loaded.
+        OptionError: The method is no forced alignment.
+        UnsupportedModelError: The engine has no adapter for the model.
     """
-    data = list(collect(model, processor, waves, method))
+    recognizer = recognizers_of(model, processor)[-1]  # with timestamps, if the model has them
+    data = list(collect(recognizer, waves, method))
     if not data:
         raise InputError(
             "the model recognised no word in any recording; give recordings of speech in a "
             "language that the model knows"
         )
-    frame_s = processor.feature_extractor.chunk_length / model.config.max_source_positions
-    every = every_head(model)
-    scores = score_heads(data, frame_s)
+    every, tokenizer = every_head(model), byte_level(recognizer.tokenizer)
+    scores = score_heads(data)
     order = scores.argsort(descending=True).tolist()[:most]
     errors = [
-        float(np.median(np.abs(word_errors(data, order[: n + 1], processor.tokenizer, frame_s))))
+        float(np.median(np.abs(word_errors(data, order[: n + 1], tokenizer))))
         for n in range(len(order))
     ]
     best = int(np.argmin(errors)) + 1
@@ -253,7 +264,7 @@ def config_for_heads(folder: Path) -> dict[str, Any]:
         return dict(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise InputError(
-            f"{file} cannot be read ({error}); expected the folder of a Whisper checkpoint"
+            f"{file} cannot be read ({error}); expected the folder of a checkpoint"
         ) from error
 
 

@@ -129,7 +129,7 @@ def check(name, stage, model, processor, kit, expected, monkeypatch):
     given = sources(kit, error if stage in ("open", "read") else None, stage)
     transcriber = faulty(error, stage, model, processor, kit, expected[bad], monkeypatch)
     if stage == "correct":
-        transcriber._corrector = transcriber._correcting(Wrong(error))
+        transcriber.corrector = transcriber._correcting(Wrong(error))
     found = {one.source: one for one in transcriber.stream(given)}
     failed = found.pop(bad)
     text, kind = failure_of(name)

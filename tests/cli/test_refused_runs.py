@@ -14,6 +14,7 @@ COMMAND_LINES = {
     "demo vlm": [*NO_MODEL, *OUT],
     "demo image": [*NO_MODEL, *OUT],
     "transcribe": ["speech.wav", *NO_MODEL, *OUT],
+    "stream": ["speech.wav", *NO_MODEL, *OUT],
     "ask": ASKED,
     "generate-image": ["--class-id", "1", *NO_MODEL, *OUT],
     "evaluate wer": ["--data", "texts.jsonl", *NO_MODEL, *OUT],

@@ -8,8 +8,10 @@ from mmdecode.errors import OptionError
 from mmdecode.evaluation.speed.latency import (
     StreamMeter,
     average_lagging,
+    average_proportion,
     differentiable_average_lagging,
     lagging,
+    percentile,
 )
 
 
@@ -28,6 +30,14 @@ def test_a_k_beyond_the_source_is_offline_and_lags_by_all_of_it():
     assert wait_k(12, 10, 10) == wait_k(10, 10, 10) == [10] * 10
     assert average_lagging([10] * 10, 10) == 10
     assert differentiable_average_lagging([10] * 10, 10) == 10
+
+
+@pytest.mark.parametrize(("k", "share"), [(1, 0.55), (3, 0.72), (5, 0.85), (10, 1.0)])
+def test_the_proportion_of_wait_k(k, share):
+    """Of ten words: k + (k + 1) + ... up to 10, by a hundred."""
+    assert average_proportion(wait_k(k, 10, 10), 10) == pytest.approx(share)
+    assert lagging(wait_k(k, 10, 10), 10).ap == pytest.approx(share)
+    assert average_proportion([12, 14], 10) == 1.0 and average_proportion([], 10) is None
 
 
 def test_the_unit_does_not_matter():
@@ -136,7 +146,14 @@ def test_a_report_tells_audio_from_wall_and_knows_the_ends_of_words():
     assert report.received.al == pytest.approx(lagging([1, 2, 2, 3], 3.0, 4).al)
     assert report.ready.al == pytest.approx(lagging([1.25, 2.75, 2.75, 3.25], 3.0, 4).al)
     assert report.lag_s == pytest.approx((0.5 + 0.75 + 0.5 + 0.0) / 4)
+    assert report.lag_p95_s == 0.75
     assert report.delay_s == 0.75
+
+
+@pytest.mark.parametrize(("share", "value"), [(0.5, 50), (0.95, 95), (0.951, 96), (1.0, 100)])
+def test_percentiles_are_values_that_occurred(share, value):
+    assert percentile(list(range(100, 0, -1)), share) == value
+    assert percentile([], share) is None
 
 
 def test_an_empty_stream_has_a_report():

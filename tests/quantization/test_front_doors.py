@@ -118,10 +118,10 @@ def test_drafted_images_are_the_same():
     assert fewer < passes
 
 
-@pytest.mark.parametrize("family", ["moonshine", "moonshine_padded"])
+@pytest.mark.parametrize("family", ["moonshine", "moonshine_padded", "moonshine_streaming"])
 def test_a_drafted_moonshine_says_the_same_of_recordings_of_uneven_length(family):
     model = mm.quantize(copy.deepcopy(model_of(family)))
-    layers = model.config.decoder_num_hidden_layers
+    layers = model.config.num_hidden_layers
 
     def generated(draft=None):
         decoder = mm.Decoder(draft)

@@ -136,7 +136,7 @@ def decoded(model, family, draft, batch=3, compile=False, **options):
 DRAFTS = ("quantized:length=5", "recycling:nodes=12", "layer_skip:exit_layer=1", "jacobi")
 
 
-FAMILIES = [*TEXT, *VISION, "whisper", "moonshine", "moonshine_padded"]
+FAMILIES = [*TEXT, *VISION, "whisper", "moonshine", "moonshine_padded", "moonshine_streaming"]
 QUICK = ("llama", "gemma3", "llava", "whisper", "moonshine")
 """Families of the default suite; the others are among the slow tests."""
 

@@ -14,6 +14,8 @@ from transformers import (
     MistralConfig,
     MoonshineConfig,
     MoonshineForConditionalGeneration,
+    MoonshineStreamingConfig,
+    MoonshineStreamingForConditionalGeneration,
     Qwen2Config,
     Qwen3Config,
     WhisperConfig,
@@ -152,10 +154,44 @@ def moonshine_model(attention="sdpa", seed=3, layers=2, width=WIDTH, multiple=No
     return MoonshineForConditionalGeneration(config).eval()
 
 
+@functools.cache
+def moonshine_streaming_model(attention="sdpa", seed=10, layers=2, width=WIDTH, multiple=None):
+    """Encoder of width 24, so that its states are projected; ``multiple`` as in Moonshine."""
+    config = MoonshineStreamingConfig(
+        encoder_config={
+            "hidden_size": 24,
+            "intermediate_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "sliding_windows": [[4, 3], [3, 0]],
+            "initializer_range": 0.4,
+        },
+        vocab_size=VOCAB,
+        hidden_size=width,
+        intermediate_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=2,  # no field of the config, but the model reads it
+        pad_head_dim_to_multiple_of=multiple,
+        max_position_embeddings=128,
+        initializer_range=0.4,
+        pad_token_id=0,
+        eos_token_id=None,
+    )
+    config._attn_implementation = attention
+    torch.manual_seed(seed)
+    return MoonshineStreamingForConditionalGeneration(config).eval()
+
+
 MODELS = {
     "whisper": whisper_model,
     "moonshine": moonshine_model,
     "moonshine_padded": functools.partial(moonshine_model, width=36, multiple=8),
+    "moonshine_streaming": moonshine_streaming_model,
+    "moonshine_streaming_padded": functools.partial(
+        moonshine_streaming_model, seed=13, width=36, multiple=8
+    ),
 }
 
 
@@ -341,7 +377,7 @@ MOONSHINE_DRAFTS = {
     "lookahead": lambda family, rows: registry.create("draft", "lookahead"),
     "recycling": lambda family, rows: registry.create("draft", "recycling"),
     "medusa_block_some": lambda family, rows: Medusa(
-        random_heads(vocabulary=range(0, VOCAB, 3)), random_block("moonshine"), TREE
+        random_heads(vocabulary=range(0, VOCAB, 3)), random_block(family), TREE
     ),
 }
 TABLES = {"whisper": WHISPER_DRAFTS, "moonshine": MOONSHINE_DRAFTS}

@@ -1,10 +1,13 @@
-"""Tiny random recognisers without timestamps, as checkpoints: Moonshine, and one nobody knows."""
+"""Tiny random recognisers without timestamps, as checkpoints: two Moonshines, one nobody knows."""
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     MoonshineConfig,
     MoonshineForConditionalGeneration,
+    MoonshineStreamingConfig,
+    MoonshineStreamingForConditionalGeneration,
+    MoonshineStreamingProcessor,
     PreTrainedTokenizerFast,
     Speech2TextConfig,
     Speech2TextFeatureExtractor,
@@ -60,6 +63,39 @@ def moonshine(seed=3, **settings):
     _set(model.generation_config, settings)
     features = Wav2Vec2FeatureExtractor(do_normalize=False)
     return model, Wav2Vec2Processor(feature_extractor=features, tokenizer=tokenizer())
+
+
+def moonshine_streaming(seed=20, encoder=None, **settings):
+    """Its encoder looks 2 states ahead; ``encoder``: further settings of the encoder."""
+    config = MoonshineStreamingConfig(
+        encoder_config={
+            "hidden_size": 24,
+            "intermediate_size": 32,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "sliding_windows": [[4, 2], [3, 0], [4, 2]],
+            "initializer_range": 0.4,
+            **(encoder or {}),
+        },
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,  # no field of the config, but the model reads it
+        max_position_embeddings=1024,
+        initializer_range=0.4,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=2,
+        decoder_start_token_id=0,
+    )
+    torch.manual_seed(seed)
+    model = MoonshineStreamingForConditionalGeneration(config).eval()
+    _set(model.generation_config, settings)
+    features = Wav2Vec2FeatureExtractor(do_normalize=False)
+    return model, MoonshineStreamingProcessor(feature_extractor=features, tokenizer=tokenizer())
 
 
 def speech_to_text(seed=1, **settings):

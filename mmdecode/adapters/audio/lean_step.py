@@ -126,6 +126,8 @@ class LeanPast(SourcePast):
         prompt: The prompt with the encoder's states.
         describe: Function that collects the weights of a layer, see `LeanAdapter.describe`.
         rounds: Whether the encoder's states are rounded to int8.
+        embed: Function from the encoder's states to what cross-attention reads, see
+            `LeanAdapter.embed_source`; ``None``: it reads the states.
     """
 
     def __init__(
@@ -134,25 +136,26 @@ class LeanPast(SourcePast):
         prompt: Prompt,
         describe: Callable[[Any], Layer],
         rounds: bool = False,
+        embed: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         super().__init__(cache, prompt)
-        self._describe, self._rounds = describe, rounds
+        self._describe, self._rounds, self._embed = describe, rounds, embed
         self._layers: list[Layer] = []
 
     def read(self, layers: Iterable[nn.Module]) -> list[Layer]:
         """Returns each layer's weights, cross-attention keys and values; collected at first use."""
         if not self._layers:
-            rounded = None
+            rounded, states = None, self._embed(self.source) if self._embed else self.source
             for layer in map(self._describe, layers):
                 source: Any
                 if self._rounds and layer.by_rows:
                     if rounded is None:
                         mask = self.source_mask
                         read = None if mask is None else mask[:, 0, 0] == 0
-                        rounded = Int8States.of(self.source, read)
+                        rounded = Int8States.of(states, read)
                     source = Int8Source(rounded, *layer.cross_kv)
                 else:
-                    keys, values = (module.forward(self.source) for module in layer.cross_kv)
+                    keys, values = (module.forward(states) for module in layer.cross_kv)
                     source = Source.of(keys, values, layer.heads, self.source_mask)
                 self._layers.append(layer._replace(source=source))
         return self._layers
@@ -190,6 +193,10 @@ class LeanAdapter(EncoderDecoderAdapter):
     def embed_at(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Rotation | None]:
         """Returns the first layer's input for ``(B, Q)`` tokens, and the rotation of all layers."""
 
+    def embed_source(self, source: Tensor) -> Tensor:
+        """Returns what cross-attention reads, for encoder states ``(B, S, H)``; here the states."""
+        return source
+
     @abstractmethod
     def final_norm(self) -> nn.LayerNorm:
         """Returns the norm after the last layer."""
@@ -201,7 +208,7 @@ class LeanAdapter(EncoderDecoderAdapter):
 
     def open(self, cache: RaggedCache, prompt: Prompt) -> Any:
         """Returns the caches for a prompt; the weights are collected at first use."""
-        return LeanPast(cache, prompt, self.describe, self._lean)
+        return LeanPast(cache, prompt, self.describe, self._lean, self.embed_source)
 
     def steps_unmasked(self, visible: int) -> bool:
         """Whether steps are run without the modules, which may mask by themselves."""

@@ -72,7 +72,7 @@ class MoonshineAdapter(LeanAdapter):
     model_types = ("moonshine",)
 
     def __init__(self, model: MoonshineForConditionalGeneration) -> None:
-        super().__init__(model, model.config.decoder_num_hidden_layers)
+        super().__init__(model, model.config.num_hidden_layers)
         # other types change with the length, or scale what is rotated
         self._lean = self._lean and self._decoder.rotary_emb.rope_type == "default"
 

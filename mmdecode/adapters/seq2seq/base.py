@@ -33,6 +33,8 @@ class EncoderDecoderAdapter(Adapter):
     """Whether encoder states may be padding, see `source_mask`."""
     takes_positions: ClassVar = False
     """Whether the decoder's forward pass takes ``position_ids``."""
+    changes_source: ClassVar = False
+    """Whether the decoder's forward pass changes the states that it is given, in place."""
 
     def __init__(self, model: PreTrainedModel, num_layers: int) -> None:
         refuse_attention(model)
@@ -101,7 +103,7 @@ class EncoderDecoderAdapter(Adapter):
         return self._decoder(
             input_ids=tokens,
             attention_mask=mask,
-            encoder_hidden_states=past.source,
+            encoder_hidden_states=past.source.clone() if self.changes_source else past.source,
             past_key_values=past.caches,
             use_cache=True,
             **options,

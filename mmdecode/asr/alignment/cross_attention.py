@@ -1,4 +1,4 @@
-"""Token times from Whisper's cross-attention, or by CTC forced alignment.
+"""Token times from a decoder's cross-attention, or by CTC forced alignment.
 
 ``attention``: after decoding, one pass over prompt and tokens gives the weights of some heads of
 the decoder's cross-attention, by token and frame. They are normalised over tokens, median-filtered
@@ -16,7 +16,7 @@ torchaudio's forced alignment places the text on them. Text without characters o
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +29,7 @@ from transformers import LogitsProcessorList
 from transformers.modeling_outputs import BaseModelOutput
 
 from mmdecode.adapters.audio.whisper_timestamps import NODE_PROCESSORS
-from mmdecode.asr.alignment.ctc import CharacterModel, CTCModel, ctc_model_of
+from mmdecode.asr.alignment.ctc import CharacterModel, ctc_model_of
 from mmdecode.asr.alignment.words import Token, is_marks, opens, split_units
 from mmdecode.asr.audio.reading import import_or_explain
 from mmdecode.engine.call import Call
@@ -73,17 +73,28 @@ class Spoken:
 # Cross-attention
 
 
-def alignment_heads(model: Any) -> list[Head]:
-    """Returns ``generation_config.alignment_heads``, else all heads of the upper half of layers.
+def every_head(model: Any) -> list[Head]:
+    """Returns layer and head of all cross-attention heads of the decoder, layer by layer."""
+    return [
+        (layer, head)
+        for layer, block in enumerate(model.get_decoder().layers)
+        for head in range(block.encoder_attn.q_proj.out_features // block.encoder_attn.head_dim)
+    ]
+
+
+def named_heads(model: Any) -> list[Head] | None:
+    """Returns ``generation_config.alignment_heads``; ``None``: the checkpoint names none.
 
     `mmdecode.train.alignment_heads` finds good heads for a checkpoint without that entry.
     """
     named = getattr(model.generation_config, "alignment_heads", None)
-    if named:
-        return [(int(layer), int(head)) for layer, head in named]
-    config = model.config
-    layers = range(config.decoder_layers // 2, config.decoder_layers)
-    return [(layer, head) for layer in layers for head in range(config.decoder_attention_heads)]
+    return [(int(layer), int(head)) for layer, head in named] if named else None
+
+
+def alignment_heads(model: Any) -> list[Head]:
+    """Returns the heads that the checkpoint names, else all heads of the upper half of layers."""
+    middle = len(model.get_decoder().layers) // 2
+    return named_heads(model) or [head for head in every_head(model) if head[0] >= middle]
 
 
 class CrossAttention:
@@ -99,23 +110,30 @@ class CrossAttention:
 
         Only the first ``frames`` encoder frames count; the weights sum to one over them.
         """
-        scores = [
-            self.queries[layer][row, head].float() @ self.keys[layer][row, head, :frames].float().T
-            for layer, head in self.heads
-        ]
+        scores = []
+        for layer, head in self.heads:
+            queries, keys = self.queries[layer][row], self.keys[layer][row]
+            shared = head * len(keys) // len(queries)  # consecutive query heads may share keys
+            scores.append(queries[head].float() @ keys[shared, :frames].float().T)
         return torch.stack(scores).softmax(-1)
 
 
 @contextmanager
 def cross_attention(decoder: Any, heads: Sequence[Head]) -> Iterator[CrossAttention]:
-    """Records the cross-attention queries and keys of a Whisper decoder inside the context."""
+    """Records the queries and keys of a decoder's cross-attention inside the context.
+
+    Args:
+        decoder: Decoder whose layers have cross-attention as Whisper's, BART's or Moonshine's:
+            ``encoder_attn`` with ``q_proj``, ``k_proj``, ``head_dim`` and ``scaling``, and without
+            positions.
+        heads: The heads whose weights are wanted.
+    """
     read = CrossAttention(heads)
     handles = []
 
-    def reader(held: dict[int, Tensor], layer: int, attention: Any, scale: float) -> Any:
+    def reader(held: dict[int, Tensor], layer: int, size: int, scale: float) -> Any:
         def hook(module: Any, inputs: Any, output: Tensor) -> None:
-            parts = output.unflatten(-1, (attention.num_heads, -1))
-            held[layer] = (parts * scale).transpose(1, 2)
+            held[layer] = (output * scale).unflatten(-1, (-1, size)).transpose(1, 2)
 
         return hook
 
@@ -126,7 +144,7 @@ def cross_attention(decoder: Any, heads: Sequence[Head]) -> Iterator[CrossAttent
                 (attention.q_proj, read.queries, attention.scaling),
                 (attention.k_proj, read.keys, 1.0),
             ):
-                hook = reader(held, layer, attention, scale)
+                hook = reader(held, layer, attention.head_dim, scale)
                 handles.append(module.register_forward_hook(hook))
         yield read
     finally:
@@ -280,6 +298,33 @@ def forced_spans(log_probs: Tensor, texts: Sequence[str], ctc: CharacterModel) -
     return [found[number] for number in range(len(texts))]
 
 
+def ctc_spans(
+    window: Spoken,
+    ctc: CharacterModel,
+    tokenizer: Any,
+    is_text: Callable[[int], bool],
+    frame_s: float,
+) -> list[Span]:
+    """Returns start and end of each token of a window in seconds, by CTC forced alignment.
+
+    Args:
+        window: The window; its prompt and rules are not read.
+        ctc: The CTC model.
+        tokenizer: A byte-level BPE tokenizer.
+        is_text: Whether a token is text; the span of other tokens is (0, 0).
+        frame_s: Length of a frame of the window, in seconds.
+    """
+    units = split_units([token for token in window.tokens if is_text(token)], tokenizer)
+    log_probs, step_s = ctc.emit(window.features, window.samples, window.frames * frame_s)
+    spans = forced_spans(log_probs, [text for text, _ in units], ctc)
+    by_token = iter(
+        (start * step_s, end * step_s)
+        for (start, end), (_, count) in zip(spans, units, strict=True)
+        for _ in range(count)
+    )
+    return [next(by_token) if is_text(token) else (0.0, 0.0) for token in window.tokens]
+
+
 # Windows
 
 
@@ -314,7 +359,7 @@ class Timer:
         self.stamps, self.frame_s = stamps, frame_s
         self.special = frozenset(tokenizer.all_special_ids)
         self.ctc = ctc_model_of(method, model, rate)
-        self.reads_samples = isinstance(self.ctc, CTCModel)
+        self.reads_samples = self.ctc is not None and self.ctc.reads_samples
         self.heads = [] if self.ctc else alignment_heads(model)
         self.median_width = getattr(model.config, "median_filter_width", MEDIAN_WIDTH)
 
@@ -348,7 +393,7 @@ class Timer:
                 weights = attention.weights(index, window.frames)[:, first:last]
                 spans = self._by_attention(window, weights)
             else:
-                spans = self._by_ctc(window, self.ctc)
+                spans = ctc_spans(window, self.ctc, self.tokenizer, self._is_text, self.frame_s)
             timed[row] = [
                 Token.of(token, window.offset_s + start, window.offset_s + end, chance)
                 for token, (start, end), chance in zip(window.tokens, spans, chances, strict=True)
@@ -358,19 +403,6 @@ class Timer:
     def _by_attention(self, window: Spoken, weights: Tensor) -> list[Span]:
         spoken = [self._is_text(token) for token in window.tokens]
         return attention_spans(weights, self.frame_s, spoken, self.median_width)
-
-    def _by_ctc(self, window: Spoken, ctc: CharacterModel) -> list[Span]:
-        text_tokens = [token for token in window.tokens if self._is_text(token)]
-        units = split_units(text_tokens, self.tokenizer)
-        end_s = window.frames * self.frame_s
-        log_probs, step_s = ctc.emit(window.features, window.samples, end_s)
-        spans = forced_spans(log_probs, [text for text, _ in units], ctc)
-        by_token = iter(
-            (start * step_s, end * step_s)
-            for (start, end), (_, count) in zip(spans, units, strict=True)
-            for _ in range(count)
-        )
-        return [next(by_token) if self._is_text(token) else (0.0, 0.0) for token in window.tokens]
 
     def _is_text(self, token: int) -> bool:
         return token < self.stamps and token not in self.special

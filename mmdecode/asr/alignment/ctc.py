@@ -3,7 +3,8 @@
 `LetterHead` comes with the zoo (the models shipped with this package): a small convolutional
 network on Whisper's log-mel features. Its receptive field is limited to 0.3 s on either side on
 purpose: a CTC head on the states of Whisper's encoder emits characters hundreds of milliseconds
-away from the sound, since every state depends on the whole window. `CTCModel` wraps any
+away from the sound, since every state depends on the whole window. `LetterModel` computes such
+features from samples, so that the head can align the text of any recogniser. `CTCModel` wraps any
 ``AutoModelForCTC`` of transformers.
 """
 
@@ -33,10 +34,12 @@ class CharacterModel(Protocol):
     Attributes:
         blank: Index of the CTC blank.
         delimiter: Index of the symbol between words; ``None``: the model has no such symbol.
+        reads_samples: Whether `emit` reads the samples, and not the features.
     """
 
     blank: int
     delimiter: int | None
+    reads_samples: bool
 
     def symbols(self, text: str) -> list[int]:
         """Returns the symbol indices of a text; characters outside the vocabulary are skipped."""
@@ -63,6 +66,7 @@ class LetterHead(nn.Module):
 
     blank: int = 0
     delimiter: int | None = None
+    reads_samples: bool = False
     frame_s: ClassVar = 0.02
 
     def __init__(self, mels: int = 80, width: int = 96) -> None:
@@ -104,8 +108,9 @@ class LetterHead(nn.Module):
         file = Path(folder) / FILE
         if not file.exists():
             raise InputError(
-                f"{folder} has no {FILE}, the CTC head that word_timestamps='ctc' needs; name a "
-                "CTC model with 'ctc:model=NAME', or use 'attention'"
+                f"{folder} has no {FILE}, the CTC head that the method 'ctc' needs; name a CTC "
+                "model with 'ctc:model=NAME', such as 'ctc:model=zoo:whisper-synth', or use "
+                "'attention'"
             )
         weights = {name: tensor.float() for name, tensor in load_file(file).items()}
         width, mels, _ = weights["first.weight"].shape
@@ -125,6 +130,34 @@ class LetterHead(nn.Module):
         write_folder(Path(folder), lambda into: save_file(weights, into / FILE), overwrite)
 
 
+class LetterModel:
+    """A `LetterHead` with a feature extractor, which reads audio samples of any length.
+
+    Args:
+        head: The head.
+        extractor: The ``WhisperFeatureExtractor`` whose features it was trained on.
+        rate: Sampling rate of the audio that it will get, in Hz.
+
+    Raises:
+        UnsupportedModelError: The extractor expects another rate.
+    """
+
+    reads_samples = True
+
+    def __init__(self, head: LetterHead, extractor: Any, rate: int) -> None:
+        _check_rate(type(head).__name__, extractor.sampling_rate, rate)
+        self.head, self.extractor, self.rate = head, extractor, rate
+        self.blank, self.delimiter, self.symbols = head.blank, head.delimiter, head.symbols
+
+    def emit(
+        self, features: Tensor | None, samples: np.ndarray | None, end_s: float
+    ) -> tuple[Tensor, float]:
+        """See `CharacterModel.emit`; reads samples only, not features."""
+        given = {"sampling_rate": self.rate, "return_tensors": "pt"}
+        made = self.extractor(samples, truncation=False, padding="longest", **given)
+        return self.head.emit(made.input_features[0], None, end_s)
+
+
 class CTCModel:
     """A CTC model of transformers that reads audio samples.
 
@@ -137,14 +170,11 @@ class CTCModel:
         UnsupportedModelError: The model expects another rate, or its symbols are not characters.
     """
 
+    reads_samples = True
+
     def __init__(self, model: Any, processor: Any, rate: int) -> None:
         self.model, self.processor, self.rate = model.eval(), processor, rate
-        wanted = processor.feature_extractor.sampling_rate
-        if wanted != rate:
-            raise UnsupportedModelError(
-                f"{type(model).__name__} expects audio at {wanted} Hz, the Whisper model at "
-                f"{rate} Hz; choose a CTC model for {rate} Hz"
-            )
+        _check_rate(type(model).__name__, processor.feature_extractor.sampling_rate, rate)
         tokenizer = processor.tokenizer
         self.vocabulary: dict[str, int] = tokenizer.get_vocab()
         self.blank = int(tokenizer.pad_token_id)
@@ -181,13 +211,14 @@ class CTCModel:
         return log_probs, hop / self.rate
 
 
-def ctc_model_of(method: str | bool, model: Any, rate: int) -> LetterHead | CTCModel | None:
+def ctc_model_of(method: str | bool, model: Any, rate: int) -> CharacterModel | None:
     """Loads the CTC model of a word timestamp method; returns ``None`` for ``attention``.
 
     Args:
         method: ``attention``, ``ctc``, ``ctc:model=NAME``, or ``True``, see
             `mmdecode.asr.alignment.cross_attention.Timer`.
-        model: A Whisper model; if ``method`` names no CTC model, the head in its folder is used.
+        model: A recogniser's model; if ``method`` names no CTC model, the head in its folder is
+            used, which is a Whisper's. ``NAME`` may also be a Whisper with such a head.
         rate: Sampling rate of the audio, in Hz.
 
     Raises:
@@ -204,15 +235,27 @@ def ctc_model_of(method: str | bool, model: Any, rate: int) -> LetterHead | CTCM
         raise OptionError(
             f"word_timestamps={method!r}; expected True, 'attention', 'ctc' or 'ctc:model=NAME'"
         )
-    from transformers import AutoModelForCTC, AutoProcessor
+    from transformers import AutoModelForCTC, AutoProcessor, WhisperFeatureExtractor
 
-    path = local_path(name)
+    path, trust = local_path(name), code_trusted()
     with loading(name):
+        if (Path(path) / FILE).exists():
+            head = LetterHead.from_pretrained(path).to(model.device)
+            extractor = WhisperFeatureExtractor.from_pretrained(path, trust_remote_code=trust)
+            return LetterModel(head, extractor, rate)
         network = AutoModelForCTC.from_pretrained(
-            path, dtype=torch.float32, trust_remote_code=code_trusted()
+            path, dtype=torch.float32, trust_remote_code=trust
         )
-        processor = AutoProcessor.from_pretrained(path, trust_remote_code=code_trusted())
+        processor = AutoProcessor.from_pretrained(path, trust_remote_code=trust)
     return CTCModel(network.to(model.device), processor, rate)
+
+
+def _check_rate(name: str, wanted: int, rate: int) -> None:
+    if wanted != rate:
+        raise UnsupportedModelError(
+            f"{name} expects audio at {wanted} Hz, the recogniser at {rate} Hz; choose a CTC model "
+            f"for {rate} Hz"
+        )
 
 
 def _bare(character: str) -> str:

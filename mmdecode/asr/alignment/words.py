@@ -38,17 +38,27 @@ class Token(int):
     Attributes:
         start_s, end_s: Start and end, in seconds of the audio that the model is given.
         probability: Probability at temperature 1, after the window's logits processors.
+        evidence: Evidence that the token will not change when more audio is heard, see
+            `mmdecode.asr.alignment.evidence`; ``None``: not asked for.
     """
 
     start_s: float
     end_s: float
     probability: float
+    evidence: float | None = None
 
     @classmethod
     def of(cls, value: int, start_s: float, end_s: float, probability: float) -> Token:
         """Makes a token with its time and probability."""
         token = cls(value)
         token.start_s, token.end_s, token.probability = start_s, end_s, probability
+        return token
+
+    @classmethod
+    def weighed(cls, value: int, evidence: float) -> Token:
+        """Returns a token id, or a token with its time, with evidence for it."""
+        token = value if isinstance(value, Token) else cls(value)
+        token.evidence = evidence
         return token
 
 

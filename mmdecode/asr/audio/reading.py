@@ -21,16 +21,19 @@ import os
 import re
 import stat
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import NoneType
-from typing import Any, BinaryIO, TypeGuard
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeGuard
 
 import numpy as np
 
 from mmdecode.errors import InputError, MissingExtraError
 from mmdecode.runs.inputs import content_of, refuse_address
+
+if TYPE_CHECKING:
+    from mmdecode.asr.recognizers.encoder_cache import EncoderCache
 
 LOWEST_RATE, HIGHEST_RATE = 8_000, 192_000
 SUFFIXES = frozenset(
@@ -67,6 +70,11 @@ class Source:
         language: Language of this recording; ``None``: the language of the options.
         allow_truncated: Whether a truncated file is read as far as possible without an error.
         missing: List to which reading adds a description of a truncated file's missing part.
+        draft: Token ids that a drafter may copy from, such as those of an earlier hypothesis.
+        evidence: Kind of evidence that the tokens of the transcript get, see
+            `mmdecode.asr.alignment.evidence`; ``None``: none.
+        encoder_cache: Cache of a stream, see `mmdecode.asr.recognizers.base.Recognizer`; ``None``:
+            every window is encoded from its beginning.
     """
 
     name: str
@@ -74,6 +82,9 @@ class Source:
     language: str | None = None
     allow_truncated: bool = False
     missing: list[str] = field(default_factory=list, compare=False)
+    draft: Sequence[int] = ()
+    evidence: str | None = None
+    encoder_cache: EncoderCache | None = field(default=None, compare=False)
 
 
 def recording(
@@ -170,7 +181,8 @@ def source_of(item: Any, rate: int, index: int = 0, *, block: int = BLOCK) -> So
     Args:
         item: A path, the bytes of an audio file, a file that is open for reading, an array at
             ``rate``, ``(array, rate)``, a mapping with ``array`` and ``sampling_rate``, a `Source`,
-            or a mapping with one of these as ``audio`` and the spoken ``language``.
+            or a mapping with one of these as ``audio`` and the spoken ``language``; a stream adds
+            other fields of `Source` as ``of_stream``.
         rate: Sampling rate in Hz of arrays that are given without a rate.
         index: Index in the input, which names recordings without a path, as ``array 2``.
         block: Samples decoded at once, all channels together; a `Source` keeps its own.
@@ -186,7 +198,8 @@ def source_of(item: Any, rate: int, index: int = 0, *, block: int = BLOCK) -> So
             raise InputError(
                 f"recording {index}: language is {language!r}; expected a name such as 'en'"
             )
-        return replace(source_of(item["audio"], rate, index, block=block), language=language)
+        source = source_of(item["audio"], rate, index, block=block)
+        return replace(source, language=language, **item.get("of_stream", {}))
     if isinstance(item, (str, os.PathLike)):
         return recording(item, block=block)
     if _is_bytes(item):

@@ -71,6 +71,7 @@ class Recording:
         rate: Sampling rate in Hz.
         key: Hash of its samples, hexadecimal.
         samples: Number of its samples.
+        encoder_cache: Cache of encoder states that its source came with.
 
     Raises:
         InputError: The recording cannot be read, is damaged, or holds no samples.
@@ -78,6 +79,7 @@ class Recording:
 
     def __init__(self, source: Source, rate: int, *, keep_s: float = KEEP_S) -> None:
         self.name, self.rate = source.name, rate
+        self.encoder_cache = source.encoder_cache
         meter = _Meter(blocks(source, rate))
         kept = list(itertools.takewhile(lambda _: meter.samples <= keep_s * rate, meter))
         self._replay: Callable[[], Iterator[np.ndarray]]

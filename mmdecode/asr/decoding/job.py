@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -31,6 +32,8 @@ class Job:
         conditioned: Whether the prompt of the next window contains ``context``.
         context: Last tokens of the text so far.
         source: Token ids that a drafter may copy from in the next window.
+        draft: Token ids that a drafter may copy from in any window, see `Source.draft`.
+        evidence: Kind of evidence that its tokens get, see `Source.evidence`; ``None``: none.
         seek: First frame not yet read, the start of the next window.
         joins: Whether the window that begins at ``seek`` overlaps the one before.
         windows: Number of windows begun.
@@ -51,6 +54,8 @@ class Job:
     conditioned: bool
     context: list[int]
     source: list[int] = field(default_factory=list)
+    draft: Sequence[int] = ()
+    evidence: str | None = None
     seek: int = 0
     joins: bool = False
     windows: int = 0

@@ -35,7 +35,8 @@ import torch
 from torch import Tensor
 
 from mmdecode.asr.alignment.cross_attention import Spoken, Timer
-from mmdecode.asr.alignment.words import timed_words
+from mmdecode.asr.alignment.evidence import Evidence
+from mmdecode.asr.alignment.words import Token, timed_words
 from mmdecode.asr.audio.vad import Timeline, VoiceActivity
 from mmdecode.asr.decoding import hallucinations
 from mmdecode.asr.decoding.chunks import join, join_windows
@@ -44,8 +45,8 @@ from mmdecode.asr.decoding.hallucinations import Verdict, WindowTimes
 from mmdecode.asr.decoding.job import Job, Window
 from mmdecode.asr.decoding.n_best import Alternatives
 from mmdecode.asr.decoding.segmentation import without_repetition
-from mmdecode.asr.recognizers.base import Recognizer, changes_audio
-from mmdecode.asr.recognizers.contract import Encoded, Span
+from mmdecode.asr.recognizers.base import Recognizer
+from mmdecode.asr.recognizers.contract import Encoded, Span, changes_audio
 from mmdecode.asr.results import Piece
 from mmdecode.draft.none import NoDraft
 from mmdecode.engine.encoding import grouped
@@ -186,6 +187,8 @@ class LongForm:
             conditioned=self.options.condition_on_prev_tokens,
             context=self.recognizer.initial_context,
             missing=source.missing,
+            draft=source.draft,
+            evidence=source.evidence,
         )
 
     def _attempt(self) -> contextlib.AbstractContextManager[None]:
@@ -253,6 +256,7 @@ class LongForm:
                     results[row].n_best = tries
         if self.timer is not None:
             self._time(self.timer, windows, ids, results, encoded)
+        self._weigh(windows, ids, results, encoded)
         return results
 
     def _decode(
@@ -260,7 +264,7 @@ class LongForm:
     ) -> list[Result]:
         """Returns the result of each window: the first attempt that did not fail, else the last."""
         results: dict[int, Result] = {}
-        sources = [window.job.source for window in windows]
+        sources = [window.job.source or list(window.job.draft) for window in windows]
         pending = list(range(len(windows)))
         for attempt, temperature in enumerate(self.options.temperatures):
             for rows, prompt in _by_length(ids, pending, self.recognizer.model.device):
@@ -304,6 +308,35 @@ class LongForm:
         for result, tokens in zip(results, timer(spoken, states), strict=True):
             if tokens:
                 result.tokens = [*tokens]
+
+    def _weigh(
+        self,
+        windows: list[Window],
+        ids: list[list[int]],
+        results: list[Result],
+        encoded: Encoded,
+    ) -> None:
+        """Adds evidence to the tokens of recordings that ask for it, by one more pass."""
+        ours = self.recognizer
+        rows = [
+            row
+            for row, window in enumerate(windows)
+            if window.job.evidence and results[row].tokens and not results[row].silent
+        ]
+        if not rows:
+            return
+        kinds = [windows[row].job.evidence or "" for row in rows]
+        prompts, tokens = [ids[row] for row in rows], [results[row].tokens for row in rows]
+        found = Evidence(ours)(kinds, prompts, tokens, encoded.rows(rows))
+        for row, kind, numbers in zip(rows, kinds, found, strict=True):
+            window, result = windows[row], results[row]
+            timeline = window.job.timeline
+            end_s = timeline.at((window.seek + window.count) * ours.frame_s)
+            if kind == "attention":
+                numbers = [number + timeline.duration_s - end_s for number in numbers]
+            elif kind == "ending" and window.seek + window.count < window.job.frames:
+                numbers = [1.0] * len(numbers)  # another window goes on with the text
+            result.tokens = list(map(Token.weighed, result.tokens, numbers))
 
     def _request(self, window: Window, attempt: int | str) -> str:
         """Returns the string that the sampling noise of an attempt is derived from."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmdecode.asr.alignment.words import SPACELESS
 from mmdecode.asr.audio.reading import SUFFIXES
-from mmdecode.asr.output.subtitles import DEFAULT, Layout, clean, cues
+from mmdecode.asr.output.subtitles import DEFAULT, Cue, Layout, clean, cues
 from mmdecode.errors import OptionError, did_you_mean
 from mmdecode.runs.files import to_json
 
@@ -43,12 +43,14 @@ def srt(transcript: Transcript, layout: Layout = DEFAULT) -> str:
 
 def vtt(transcript: Transcript, layout: Layout = DEFAULT) -> str:
     """Formats a transcript as WebVTT subtitles."""
-    blocks = [
-        f"{_clock(cue.start_ms, '.')} --> {_clock(cue.end_ms, '.')}\n"
-        + "".join(f"{_escaped(line)}\n" for line in cue.lines)
-        for cue in cues(transcript.segments, layout)
-    ]
-    return "WEBVTT\n\n" + "".join(f"{block}\n" for block in blocks)
+    blocks = map(cue_text, cues(transcript.segments, layout))
+    return "WEBVTT\n\n" + "".join(blocks)
+
+
+def cue_text(cue: Cue) -> str:
+    """Formats a cue as WebVTT, with the empty line that ends it."""
+    lines = "".join(f"{_escaped(line)}\n" for line in cue.lines)
+    return f"{_clock(cue.start_ms, '.')} --> {_clock(cue.end_ms, '.')}\n{lines}\n"
 
 
 def tsv(transcript: Transcript, layout: Layout = DEFAULT) -> str:

@@ -22,7 +22,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 from mmdecode import registry
 from mmdecode.asr.alignment.words import SPACES
 from mmdecode.asr.languages import language_code
-from mmdecode.asr.recognizers.contract import Capabilities, Encoded, Span, Split
+from mmdecode.asr.recognizers.contract import Capabilities, Encoded, Span, Split, changes_audio
 from mmdecode.draft.none import NoDraft
 from mmdecode.engine.request import token_ids
 from mmdecode.errors import IncompatibleError, InputError, OptionError, UnsupportedModelError
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from mmdecode.asr.audio.recording import Recording
     from mmdecode.asr.decoding.beams import Scored
     from mmdecode.asr.options import TranscribeOptions
+    from mmdecode.asr.recognizers.encoder_cache import EncoderCache
     from mmdecode.decoder import Decoder
 
 
@@ -45,7 +46,8 @@ class Recognizer:
 
     A subclass must define `load`, `open`, `span`, `read`, `features`, `encode`, `most_tokens`,
     `generate` and `searched`; with the capability ``audio_transforms`` also `waveform`, and if it
-    `detects` languages also `detected`. All other methods have a default.
+    `detects` languages also `detected`; for `mmdecode.asr.alignment.evidence` also `logits`. All
+    other methods have a default.
 
     Args:
         model: The model.
@@ -242,6 +244,13 @@ class Recognizer:
         """
         raise NotImplementedError
 
+    def encoder_cache(self) -> EncoderCache | None:
+        """Returns a new cache of encoder states, so that a stream encodes only new samples.
+
+        `read` finds it at the recording. No text depends on it. ``None``: the family has none.
+        """
+        return None
+
     # ---- languages
 
     def language_of_name(self, name: str) -> int | None:
@@ -399,6 +408,14 @@ class Recognizer:
         """Returns the no-speech probability of each row; ``None``: the model predicts none."""
         return [None] * len(encoded.seconds)
 
+    def logits(self, ids: Tensor, encoded: Encoded) -> Tensor:
+        """Returns the logits ``(B, L, V)`` after each token of right-padded ``ids (B, L)``."""
+        raise NotImplementedError
+
+    def ends(self, seconds: float) -> list[int]:
+        """Returns the ids that can end the text of a window of ``seconds``."""
+        return sorted(self.eos_token_ids)
+
     # ---- words
 
     def rules(self, width: int) -> LogitsProcessorList:
@@ -481,8 +498,3 @@ def recognises(model_type: str) -> bool:
     except UnsupportedModelError:
         return False
     return True
-
-
-def changes_audio(guide: Any) -> bool:
-    """Whether a guide has a branch whose input is a modified waveform."""
-    return any(spec.transform == "audio" for spec in getattr(guide, "branches", ()))

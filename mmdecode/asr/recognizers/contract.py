@@ -101,3 +101,8 @@ class Encoded:
     def repeated(self, count: int) -> Encoded:
         """Returns the batch with each row repeated ``count`` times."""
         return self.rows([row for row in range(len(self.seconds)) for _ in range(count)])
+
+
+def changes_audio(guide: Any) -> bool:
+    """Whether a guide has a branch whose input is a modified waveform."""
+    return any(spec.transform == "audio" for spec in getattr(guide, "branches", ()))

@@ -218,6 +218,16 @@ class GenericRecognizer(Recognizer):
             found |= dict(zip(rows, ranked, strict=True))
         return [found[row] for row in range(len(prompt))]
 
+    def logits(self, ids: Tensor, encoded: Encoded) -> Tensor:
+        """Returns the logits after each token; windows without states are encoded, one by one."""
+        given: dict[str, Any] = {"use_cache": False}
+        if encoded.states is not None:
+            return self.model(**read_from(encoded), decoder_input_ids=ids, **given).logits
+        rows = zip(encoded.inputs, ids.split(1), strict=True)
+        return torch.cat(
+            [self.model(**inputs, decoder_input_ids=row, **given).logits for inputs, row in rows]
+        )
+
     def _of_checkpoint(self, given: GenerationConfig, temperature: float) -> GenerationConfig:
         """Merges settings of checkpoint and call, without transformers' default top-k of 50."""
         config = copy.deepcopy(self.config)

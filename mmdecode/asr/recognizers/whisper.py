@@ -6,6 +6,7 @@ Decoder prompts and logits processors are in `whisper_prompts`, log-mel features
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
     from mmdecode.asr.decoding.beams import Scored
     from mmdecode.asr.options import TranscribeOptions
     from mmdecode.decoder import Decoder
+
+
+ENDING_S = 0.5
+"""Seconds before the end of the audio from which a timestamp counts as the end of the text."""
 
 
 class WhisperRecognizer(Recognizer):
@@ -175,10 +180,10 @@ class WhisperRecognizer(Recognizer):
 
     def detected(self, encoded: Encoded) -> list[int]:
         """Returns the most probable language token of each row."""
-        states = _states(encoded)
-        start = torch.full((len(states), 1), self.prompts.start, device=states.device)
-        logits = self._logits_at_end(start, states)
-        choices = torch.tensor(self.prompts.languages, device=states.device)
+        device = self.model.device
+        start = torch.full((len(encoded.seconds), 1), self.prompts.start, device=device)
+        logits = self.logits(start, encoded)[:, -1]
+        choices = torch.tensor(self.prompts.languages, device=device)
         return choices[logits[:, choices].argmax(1)].tolist()
 
     # ---- prompts, tokens and lengths
@@ -291,14 +296,19 @@ class WhisperRecognizer(Recognizer):
         if language is None and self.prompts.languages:
             language = self.prompts.languages[0]  # any: only the number of tokens matters
         at = prompt.shape[1] - len(self.prompts.initial(language))
-        logits = self._logits_at_end(prompt[:, : at + 1], _states(encoded))
+        logits = self.logits(prompt[:, : at + 1], encoded)[:, -1]
         return logits.float().softmax(-1)[:, self.prompts.no_speech].tolist()
 
-    def _logits_at_end(self, ids: Tensor, states: Tensor) -> Tensor:
-        """Returns the logits ``(B, V)`` after ``ids (B, P)``."""
-        read = BaseModelOutput(last_hidden_state=states)
-        output = self.model(encoder_outputs=read, decoder_input_ids=ids, use_cache=False)
-        return output.logits[:, -1]
+    def logits(self, ids: Tensor, encoded: Encoded) -> Tensor:
+        """Returns the logits after each token, before Whisper's logits processors."""
+        read = BaseModelOutput(last_hidden_state=_states(encoded))
+        return self.model(encoder_outputs=read, decoder_input_ids=ids, use_cache=False).logits
+
+    def ends(self, seconds: float) -> list[int]:
+        """Returns the end token, and the timestamps from `ENDING_S` before the end of the audio."""
+        first = max(0, math.ceil(round((seconds - ENDING_S) / self.stamp_s, 6)))
+        stamps = range(first, self.model.config.max_source_positions + 1)
+        return [self.prompts.eos, *(self.prompts.timestamp_begin + stamp for stamp in stamps)]
 
     # ---- words
 

@@ -14,6 +14,10 @@ spreads m words evenly over it:
 * `differentiable_average_lagging`: DAL = mean over all i of e_i - (i - 1) r with m = n, e_1 = d_1
   and e_i = max(d_i, e_{i-1} + r). Cherry and Foster 2019, arXiv:1906.00048.
 
+* `average_proportion`: AP = mean of d_i / T, the share of the source that had been received, on
+  average, when a word was committed. Cho and Esipova 2016, arXiv:1606.02012. It depends on the
+  length of the source: compare it only on the same recordings.
+
 These measures assume even speech. If the times of words are known, `StreamReport.lag_s`, the time
 from a word's end to its commit, is more accurate for recordings with pauses.
 
@@ -25,6 +29,7 @@ normalised erasure of that paper, per final word, is rate / (1 - rate).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise, takewhile
@@ -74,6 +79,13 @@ def differentiable_average_lagging(delays: Sequence[float], source: float) -> fl
     return total / len(delays)
 
 
+def average_proportion(delays: Sequence[float], source: float) -> float | None:
+    """Computes average proportion (AP), 0..1; see `average_lagging` for the arguments."""
+    if _pace(delays, source) is None:
+        return None
+    return sum(min(delay, source) for delay in delays) / (len(delays) * source)
+
+
 def _pace(delays: Sequence[float], source: float, words: int | None = None) -> float | None:
     """Length of the source per word; ``None``: there are no words."""
     if source <= 0 or (words is not None and words < 1):
@@ -92,11 +104,13 @@ class Lagging:
             of committed words. ``None``: there are no words.
         laal: Length-adaptive average lagging; ``None``: there is no reference, or no words.
         dal: Differentiable average lagging; ``None``: there are no words.
+        ap: Average proportion, a share and no time; ``None``: there are no words.
     """
 
     al: float | None
     laal: float | None
     dal: float | None
+    ap: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +122,7 @@ class StreamReport:
         received: Lagging in seconds of audio received, without computation time.
         ready: Lagging in wall-clock time, computation included.
         lag_s: Mean seconds of audio from a word's end to its commit; ``None``: no word has times.
+        lag_p95_s: The 95th percentile of the same seconds, for the words that come latest.
         provisional_change_rate: Share of shown words that were provisional and changed, 0..1.
         delay_s: Largest delay between the end of an update's audio and the update, in seconds.
     """
@@ -116,6 +131,7 @@ class StreamReport:
     received: Lagging
     ready: Lagging
     lag_s: float | None
+    lag_p95_s: float | None
     provisional_change_rate: float
     delay_s: float
 
@@ -167,6 +183,7 @@ class StreamMeter:
             received=lagging(self._received, self._end_s, reference_words),
             ready=lagging(self._ready, self._end_s, reference_words),
             lag_s=sum(self._lags) / len(self._lags) if self._lags else None,
+            lag_p95_s=percentile(self._lags, 0.95),
             provisional_change_rate=self.changed / shown if shown else 0.0,
             delay_s=self._delay_s,
         )
@@ -181,10 +198,21 @@ def lagging(delays: Sequence[float], source: float, reference_words: int | None 
         reference_words: Number of words of the reference; ``None``: not known.
     """
     if not delays:
-        return Lagging(al=None, laal=None, dal=None)
+        return Lagging(al=None, laal=None, dal=None, ap=None)
     longer = max(reference_words, len(delays)) if reference_words else None
     return Lagging(
         al=average_lagging(delays, source, reference_words or None),
         laal=None if longer is None else average_lagging(delays, source, longer),
         dal=differentiable_average_lagging(delays, source),
+        ap=average_proportion(delays, source),
     )
+
+
+def percentile(values: Sequence[float], share: float) -> float | None:
+    """Returns the smallest value that is at least as large as a share of all; ``None``: no values.
+
+    Args:
+        values: The values, in any order.
+        share: Share of the values, above 0 and at most 1.
+    """
+    return sorted(values)[math.ceil(share * len(values)) - 1] if values else None

@@ -66,7 +66,10 @@ GENERATION = {
     "decoder_start_token_id": 1,
     "language": "en",
     "max_length": MOST_TOKENS,
+    "alignment_heads": [[4, 3]],
 }
+"""Generation settings; the alignment heads are those that ``mmdecode train alignment-heads --model
+moonshine:tiny-en --data zoo:real-clips --method ctc:model=zoo:whisper-synth`` found."""
 
 FEATURES = {
     "feature_extractor_type": "Wav2Vec2FeatureExtractor",

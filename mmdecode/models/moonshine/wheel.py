@@ -31,7 +31,7 @@ SIZES = {
 }
 """Sizes of the files, in bytes."""
 
-FORMAT = 2
+FORMAT = 3
 """Version of the converted files; it is raised when they change, which invalidates the cache."""
 
 CARD: dict[str, Any] = {
@@ -239,6 +239,11 @@ activations to 8 bits, so its logits differ a little.
   `pad_head_dim_to_multiple_of` 8 is the simplest reading; results do not depend on it.
 - **Tokenizer:** pieces and ids are the publisher's; merges follow from the order of ids. It adds
   neither start nor end token. Its encoding was not compared with the publisher's.
+- **Made by mmdecode:** `alignment_heads` in `generation_config.json`, the cross-attention head that
+  shows which audio a token was read from, for streams. Found with `mmdecode train alignment-heads
+  --model moonshine:tiny-en --data zoo:real-clips --method ctc:model=zoo:whisper-synth`. Word times
+  from it differ from that forced alignment by 0.10 s in the median on these 11 clips of people,
+  and by 0.07 s on 60 sentences of espeak-ng, where it is the best head too.
 - **Not for:** other languages than English. What it was trained on is not known to mmdecode.
 
 | file | sha256 |

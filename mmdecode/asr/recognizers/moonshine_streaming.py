@@ -1,0 +1,107 @@
+"""Recogniser for MoonshineStreaming, whose encoder looks only some frames ahead.
+
+The model reads raw samples in frames of 5 ms. In transformers 5.23 its encoder applies the sliding
+windows of its layers only if it is given an attention mask; without one every state depends on the
+whole recording. The encoder's inputs therefore always have a mask. A window is padded with zeros to
+whole frames, which the mask does not hide, so that the end of the last word is not cut off.
+
+A stream encodes only new samples, see `MoonshineStreamingRecognizer.encoder_cache`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from mmdecode.asr.recognizers.contract import Encoded
+from mmdecode.asr.recognizers.encoder_cache import EncoderCache
+from mmdecode.asr.recognizers.generic import SHORTEST_S
+from mmdecode.asr.recognizers.moonshine import MoonshineRecognizer
+from mmdecode.engine.encoding import encode_unpadded, padded
+from mmdecode.models.moonshine_streaming_encoder import IncrementalEncoder
+
+if TYPE_CHECKING:
+    from mmdecode.asr.audio.recording import Recording
+    from mmdecode.asr.options import TranscribeOptions
+
+KEPT_WINDOWS = 2
+"""Audio whose encoder states a stream keeps, in longest windows: its buffer is at most one, but
+windows that were not cut at a pause overlap."""
+
+
+class MoonshineStreamingRecognizer(MoonshineRecognizer):
+    """Recogniser of a ``MoonshineStreamingForConditionalGeneration`` with its processor."""
+
+    summary = "MoonshineStreaming: raw samples, windows cut at pauses"
+    source = "transformers.models.moonshine_streaming (modeling_moonshine_streaming.py)"
+    model_types = ("moonshine_streaming",)
+
+    def __init__(self, model: Any, processor: Any, options: TranscribeOptions) -> None:
+        embedder = model.get_encoder().embedder
+        self.frame_len = int(embedder.frame_len)
+        per_state = self.frame_len * embedder.conv1.stride[0] * embedder.conv2.stride[0]
+        positions = model.get_decoder().pos_emb.num_embeddings
+        rate = model.config.encoder_config.sample_rate
+        self.window_s = min(type(self).window_s, positions * per_state / rate)
+        super().__init__(model, processor, options)
+
+    def features(self, waves: Sequence[Any]) -> Sequence[Mapping[str, Tensor]]:
+        """Returns the encoder inputs of each waveform by itself, with a mask of all samples."""
+        found = []
+        for one in super().features(waves):
+            samples = one["input_values"]
+            samples = pad(samples, (0, -samples.shape[1] % self.frame_len))
+            mask = torch.ones_like(samples, dtype=torch.long)
+            found.append({"input_values": samples, "attention_mask": mask})
+        return found
+
+    def read(self, recording: Recording, seek: int, count: int) -> Mapping[str, Tensor]:
+        """Returns the encoder inputs of a window; those of a stream with the stream's cache."""
+        inputs = super().read(recording, seek, count)
+        cache = recording.encoder_cache
+        length = max(count, round(SHORTEST_S * self.rate))
+        return inputs if cache is None else StreamInputs(inputs, cache, length)
+
+    def encoder_cache(self) -> EncoderCache:
+        """Returns a cache for the windows of one stream, which encodes only new samples."""
+        encoder = self.model.get_encoder()
+        most = round(KEPT_WINDOWS * self.window_s * self.rate)
+        return EncoderCache(lambda: IncrementalEncoder(encoder), most)
+
+    def encode(self, windows: Sequence[Any], seconds: Sequence[float]) -> Encoded:
+        """Encodes windows, those of streams by their caches; states always have a mask."""
+        if any(isinstance(window, StreamInputs) for window in windows):
+            rows = [
+                window.states()
+                if isinstance(window, StreamInputs)
+                else encode_unpadded(self.model.get_encoder(), [window])[0][0]
+                for window in windows
+            ]
+            states, mask = padded(rows)
+        else:
+            states, mask = encode_unpadded(self.model.get_encoder(), windows)
+        if mask is None:
+            mask = states.new_ones(states.shape[:2], dtype=torch.bool)
+        return Encoded(windows, seconds, states, mask)
+
+
+class StreamInputs(dict[str, Tensor]):
+    """Encoder inputs of a window of a stream, with the stream's cache of encoder states.
+
+    Args:
+        inputs: Encoder inputs, padded to whole frames.
+        cache: Cache of the stream.
+        length: Number of samples before the padding to whole frames.
+    """
+
+    def __init__(self, inputs: Mapping[str, Tensor], cache: EncoderCache, length: int) -> None:
+        super().__init__(inputs)
+        self._cache, self._length = cache, length
+
+    def states(self) -> Tensor:
+        """Returns the window's encoder states, ``(S, H)``."""
+        return self._cache.states(self["input_values"][0, : self._length])
