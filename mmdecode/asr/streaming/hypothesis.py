@@ -26,7 +26,7 @@ class Hypothesis:
             words up to that end.
         evidence: Evidence for each word, of the kind that the policy needs; ``None``: it needs
             none.
-        tokens: For each segment its end, as in ``ends``, and its tokens.
+        tokens: Tokens of each segment.
     """
 
     words: list[str]
@@ -34,7 +34,7 @@ class Hypothesis:
     start_s: float
     ends: list[tuple[float, int]]
     evidence: list[float] | None
-    tokens: list[tuple[float, list[int]]]
+    tokens: list[list[int]]
 
 
 def words_of(segment: Segment, language: str | None) -> list[str]:

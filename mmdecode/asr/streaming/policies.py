@@ -127,12 +127,12 @@ class Delay(CommitPolicy):
         _check_number(self, "s", math.inf)
 
     def stable(self, hypotheses: Hypotheses) -> int:
-        """Returns the number of words before the first that ended too late."""
+        """Returns the number of words before the first that ended, or attends, too late."""
         return _least(hypotheses, self.s)
 
 
 @dataclass(frozen=True)
-class AlignAtt(CommitPolicy):
+class AlignAtt(Delay):
     """Commits the words before the first that attends to the last ``s`` seconds of the audio.
 
     Each token attends to one encoder frame most, in the mean of the model's alignment heads. A
@@ -145,13 +145,6 @@ class AlignAtt(CommitPolicy):
 
     evidence = "attention"
     s: float = 0.5
-
-    def __post_init__(self) -> None:
-        _check_number(self, "s", math.inf)
-
-    def stable(self, hypotheses: Hypotheses) -> int:
-        """Returns the number of words before the first that attends to the end of the audio."""
-        return _least(hypotheses, self.s)
 
 
 @dataclass(frozen=True)

@@ -320,7 +320,10 @@ class Stream:
         cut, count = self._cut(hypothesis, end)
         self._audio = self._audio[cut:].copy()
         self._draft = [
-            token for end_s, own in hypothesis.tokens if end_s * self.rate > cut for token in own
+            token
+            for (end_s, _), own in zip(hypothesis.ends, hypothesis.tokens, strict=True)
+            if end_s * self.rate > cut
+            for token in own
         ]
         if count > end:
             self._commits.commit(count - end)
@@ -348,7 +351,7 @@ class Stream:
             elif self.policy.evidence is not None:
                 evidence += evidence_of(segment.tokens, own, self.transcriber.recognizer.text)
             ends.append((segment.end_s, len(words)))
-            tokens.append((segment.end_s, [int(token) for token in segment.tokens]))
+            tokens.append([int(token) for token in segment.tokens])
         if self._commits.count:  # language detection is unreliable on the first seconds
             self._language = found.language
         once = first_round_end([bare(word) for word in words])
