@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 import mmdecode
 from mmdecode.errors import InputError, OptionError
 from mmdecode.runs.conditions import changes_of
-from mmdecode.runs.locks import Claim, locked, refuse_url
+from mmdecode.runs.locks import Claim, locked, make_folder, refuse_url
 
 RUN = "run.json"
 
@@ -320,7 +320,7 @@ def is_own(path: Path) -> bool:
 def _made(folder: Path) -> Iterator[None]:
     """Creates a folder; created folders that are empty at the end of the context are removed."""
     missing = [one for one in (folder, *folder.parents) if not one.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     try:
         yield
     finally:

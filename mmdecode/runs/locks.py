@@ -42,7 +42,7 @@ class Claim:
             try:
                 handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             except FileNotFoundError:
-                self._folder.mkdir(parents=True, exist_ok=True)
+                make_folder(self._folder)
                 continue
             try:
                 lock(handle, self._folder, max(until - time.monotonic(), 0.0), share)
@@ -87,6 +87,14 @@ class Claim:
                     (self._folder / LOCK).unlink(missing_ok=True)
             os.close(self._handle)
         self._handle = -1
+
+
+def make_folder(folder: Path) -> None:
+    """Creates a folder, also while other processes remove it and its parents as empty."""
+    for _ in range(99):
+        with contextlib.suppress(FileExistsError, FileNotFoundError):  # it went in between
+            return folder.mkdir(parents=True, exist_ok=True)
+    return folder.mkdir(parents=True, exist_ok=True)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import threading
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from mmdecode.runs import locks, work
 from mmdecode.runs.distributed import Shard
 from mmdecode.runs.files import claimed
 from mmdecode.runs.journal import Journal
-from mmdecode.runs.locks import Claim
+from mmdecode.runs.locks import Claim, make_folder
 from mmdecode.runs.units import Unit
 from mmdecode.runs.work import run
 from tests.runs.stand_in import folder_of, load, names
@@ -215,6 +216,32 @@ def test_runs_that_leave_nothing_take_no_folder_from_those_that_begin(tmp_path):
     for thread in threads:
         thread.join()
     assert not failed
+
+
+@pytest.mark.parametrize("inner", ["out", "out/inner"])
+def test_a_folder_that_goes_while_it_is_made_is_made_again(inner, tmp_path, monkeypatch):
+    create, removed = os.mkdir, []
+
+    def mkdir(path, *args):
+        """Removes the outer folder, once it is there and another one is about to be created."""
+        if (tmp_path / "out").exists() and not removed:
+            removed.append((tmp_path / "out").rmdir())
+            raise FileExistsError if inner == "out" else FileNotFoundError
+        create(path, *args)
+
+    if inner == "out":
+        (tmp_path / "out").mkdir()
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    make_folder(tmp_path / inner)
+    assert removed
+    assert (tmp_path / inner).is_dir()
+
+
+def test_a_file_in_place_of_a_folder_is_an_error(tmp_path):
+    (tmp_path / "out").touch()
+    for folder in ("out", "out/inner"):
+        with pytest.raises((FileExistsError, NotADirectoryError)):
+            make_folder(tmp_path / folder)
 
 
 def test_a_shard_with_other_items_is_refused_and_changes_nothing(tmp_path):

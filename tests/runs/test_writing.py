@@ -16,7 +16,7 @@ ALLOWED = {
     ("mmdecode/runs/crashes.py", "open"): "a note of one name, beginning with a dot, kept open and "
     "rewritten while files are read; gone after a good end",
     ("mmdecode/runs/locks.py", "open"): "a file that is locked for its folder, without content",
-    ("mmdecode/runs/locks.py", "mkdir"): "its folder, which another process removed as empty",
+    ("mmdecode/runs/locks.py", "mkdir"): "a folder, which another process removed as empty",
     ("mmdecode/runs/lines.py", "open"): "lines that are locked, and cut after a crash",
     ("mmdecode/runs/processes.py", "TemporaryFile"): "the job for workers, which has no name",
     ("mmdecode/runs/crashes.py", "mkdir"): "the folder of such notes of several processes",
