@@ -51,8 +51,8 @@ ROWS_CALLED |= {"assistant": "text-only", "whisper_cd": "-20 dB"}
 TABLES = {"transcribe": "calls.jsonl", "ask": "questions.jsonl"}
 """Files that a page's block of JSON shows."""
 
-LONG = {"drafters", "generate_image", "hallucination", "lossless", "peers", "train_drafter"}
-LONG |= {"vlm_speed"}
+LONG = {"drafters", "evaluate", "generate_image", "hallucination", "lossless", "peers"}
+LONG |= {"train_drafter", "transcribe", "vlm_speed"}
 """Pages whose commands take long together."""
 
 
@@ -76,12 +76,12 @@ def run_pages():
     """Pages with commands, and whether the published model is hidden while they run."""
     for page in EXECUTED:
         lines = commands_on(page)
+        slow = [pytest.mark.slow] * (page.stem in LONG)
         if any(map(takes_default, lines)):
             for hidden, name, marks in WAYS:
-                yield pytest.param(page, hidden, id=f"{page.stem}-{name}", marks=marks)
+                yield pytest.param(page, hidden, id=f"{page.stem}-{name}", marks=[*marks, *slow])
         elif lines:
-            marks = pytest.mark.slow if page.stem in LONG else ()
-            yield pytest.param(page, False, id=page.stem, marks=marks)
+            yield pytest.param(page, False, id=page.stem, marks=slow)
 
 
 @pytest.mark.parametrize(("page", "hidden"), [*run_pages()])

@@ -66,6 +66,7 @@ finally:
     assert ("medusa" if argument == "methods" else "mmdecode") in done.stdout
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "words",
     [

@@ -190,6 +190,7 @@ def test_lists_are_corrected_and_a_run_goes_on_where_it_stopped(run, tmp_path):
         assert refused.code == 2 and refused.err.startswith("error: ") and expected in refused.err
 
 
+@pytest.mark.slow
 @pytest.mark.recipe
 def test_temperatures_are_fitted_once_and_a_folder_is_corrected(run, tmp_path):
     clips = [clip for clip in speech_test() if clip.duration_s < 4][:2]

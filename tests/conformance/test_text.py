@@ -26,6 +26,7 @@ OTHERS = pytest.mark.parametrize("family", sorted({*TEXT_CONFIGS} - {"llama", "q
 EVERY_DRAFT = pytest.mark.parametrize("draft", TEXT_DRAFTS)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("processors", PROCESSORS)
 @EVERY_DRAFT
 @FAMILIES

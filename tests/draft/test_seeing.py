@@ -227,6 +227,7 @@ def test_half_precision_drafts(kind):
     assert next(draft.drafter.parameters()).dtype == torch.float32
 
 
+@pytest.mark.one_in(3)
 @kinds
 def test_it_passes_the_public_check(kind):
     check_draft(lambda: table_draft(kind, 5))

@@ -147,6 +147,7 @@ def masks_made(monkeypatch):
     return made
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "coupled"])
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize(

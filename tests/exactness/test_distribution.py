@@ -286,7 +286,7 @@ def test_one_draft_token_is_accepted_with_the_overlap_of_the_distributions():
 
 
 def test_a_coupled_draft_is_accepted_as_its_closed_form_says():
-    rows = 40_000
+    rows = 10_000
     prompt = [1, 0, 2]
     ids = torch.tensor([prompt]).repeat(rows, 1)
     decoder = Decoder(drafts.Bigram(Q, length=1, kinds=("coupled",)), seed=9)

@@ -159,6 +159,7 @@ PROCESSORS = {
 }
 
 
+@pytest.mark.one_in(3)
 @modes
 @pytest.mark.parametrize("guide", GUIDES)
 @pytest.mark.parametrize("draft", DRAFTS)
@@ -396,11 +397,13 @@ def test_neutral_guides_leave_every_byte(do_sample):
         assert found == plain
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["jacobi_coupled", "lookup", "assistant", "random_trees"])
 def test_our_drafts_pass_the_public_check(name):
     check_draft(DRAFTS[name], learns=name == "random_trees")  # its generator goes on
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "rule", [GreedyMatch, Coupled, SampleMatch, Rejection, Typical, RelativeThreshold, Ensemble]
 )

@@ -35,6 +35,7 @@ class Fixed(drafts.TestDrafter):
         self.seen.append(proposal)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("draft", "learns"),
     [

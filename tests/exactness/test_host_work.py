@@ -214,6 +214,7 @@ PLANTED = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("loop", "counter"), PLANTED)
 def test_a_loop_over_what_is_committed_is_found(loop, counter, monkeypatch):
     def draft():

@@ -43,6 +43,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_variant_has_the_joint_distribution_of_enumeration(name):
     options = VARIANTS[name]
@@ -62,6 +63,7 @@ def test_forced_tokens_keep_their_positions_and_the_rest_the_distribution(name):
     assert bool((found[:, 2] == 1).all()) and not bool((found[:, [0, 1, 3, 4]] == 1).any())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("window", [1, 2, 7, 12])
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
 def test_greedy_and_coupled_tokens_are_those_of_the_plain_loop(options, window):

@@ -245,6 +245,7 @@ RULES = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("mutant", RULES)
 def test_a_wrong_rejection_rule_is_found(mutant, monkeypatch):
     if mutant == "residual_unnormalised_by_inverse_cdf":
@@ -318,6 +319,7 @@ TREES = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("mutant", TREES)
 def test_a_wrong_rule_for_siblings_is_found(mutant):
     draft, old, new = TREES[mutant]

@@ -21,6 +21,7 @@ def interrupted(*words):
     return json_of(done)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_five_killed_runs_end_as_one_that_was_left_alone_and_a_crash_as_a_failure(tmp_path):
     found = interrupted(tmp_path, "--kills", 5, "--items", 60, "--seed", 1)

@@ -237,7 +237,7 @@ def test_a_folder_that_goes_while_it_is_made_is_made_again(inner, tmp_path, monk
     assert (tmp_path / inner).is_dir()
 
 
-def test_a_file_in_place_of_a_folder_is_an_error(tmp_path):
+def test_a_file_where_a_folder_should_be_is_an_error(tmp_path):
     (tmp_path / "out").touch()
     for folder in ("out", "out/inner"):
         with pytest.raises((FileExistsError, NotADirectoryError)):
