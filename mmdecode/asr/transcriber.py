@@ -13,14 +13,14 @@ import torch
 from transformers import AutoConfig
 
 from mmdecode import registry
-from mmdecode.asr.alignment.words import around_words, in_order, timed_words
 from mmdecode.asr.audio.reading import Source, source_of
 from mmdecode.asr.decoding.job import Ended, Job
 from mmdecode.asr.decoding.long_form import HINT, LongForm
 from mmdecode.asr.decoding.n_best import hypotheses
+from mmdecode.asr.decoding.segments import SegmentBuilder
 from mmdecode.asr.options import TranscribeOptions
 from mmdecode.asr.recognizers import of_type, refuse_beyond
-from mmdecode.asr.results import Failure, Piece, Segment, Transcript, Word
+from mmdecode.asr.results import Failure, Segment, Transcript
 from mmdecode.checkpoints import (
     code_trusted,
     dtype_of,
@@ -278,32 +278,87 @@ class Transcriber:
             raise OptionError(
                 "stream_segments takes one recording; call it for each, or use stream"
             )
+        self._refuse_segments("stream_segments")
+        return self._segments_of(source_of(recording, self.sampling_rate))
+
+    def _refuse_segments(self, method: str) -> None:
+        """Refuses options with which segments are known only at the end of a recording."""
         if self.options.mode != "sequential" or self.corrector is not None:
             raise OptionError(
-                "stream_segments needs mode='sequential' and no correction: otherwise segments are "
-                "known only at the end of the recording; call the transcriber instead"
+                f"{method} needs mode='sequential' and no correction: otherwise segments are known "
+                "only at the end of the recording; call the transcriber instead"
             )
-        return self._by_window(source_of(recording, self.sampling_rate))
 
-    def _by_window(self, source: Source) -> Iterator[Segment]:
-        building: _Segments | None = None
-        for done in self._loop.run([source], steps=True):
+    def _segments_of(self, source: Source) -> Iterator[Segment]:
+        for done, segments in self._by_window([source], keep=False):
             if not isinstance(done, Job):
                 raise done[1].problem
-            building = building or _Segments(self, done)
-            pieces, done.pieces = done.pieces, []
-            if done.joins:  # the next window overlaps the last of them, and changes what they say
-                begin = done.seek * done.frame_s
-                done.pieces = [piece for piece in pieces if piece.end > begin]
-                del pieces[len(pieces) - len(done.pieces) :]
-            done.results.clear()
-            yield from building.take(pieces)
-        if building is not None:
-            yield from building.take([], last=True)
+            yield from segments
+
+    def stream_windows(
+        self,
+        sources: Iterable[Source],
+        wanted: Callable[[int], bool] = lambda index: True,
+        batch_size: int | None = None,
+    ) -> Iterator[tuple[int, list[Segment], Transcript | Failure | None]]:
+        """Yields new segments of recordings after each step, and their results as they end.
+
+        Args:
+            sources: The recordings. After each step as many are taken as the batch has room for;
+                an iterator may go on after it had none left, as that of a queue does.
+            wanted: Whether a recording is still wanted, by its index; asked after each step. One
+                that is not ends without a result.
+            batch_size: Batch size; ``None``: that of the options.
+
+        Yields:
+            Index, new segments, and result of a recording; ``None``: it goes on.
+
+        Raises:
+            OptionError: See `stream_segments`.
+        """
+        self._refuse_segments("stream_windows")
+        names: dict[int, str] = {}
+        indices = itertools.count()
+
+        def named(source: Source) -> Source:
+            names[next(indices)] = source.name
+            return source
+
+        for done, segments in self._by_window(map(named, sources), batch_size):
+            index = done.index if isinstance(done, Job) else done[0]
+            if not wanted(index):
+                names.pop(index, None)
+                if isinstance(done, Job):
+                    done.seek = done.frames
+                continue
+            if not isinstance(done, Job):
+                yield index, [], failure_of(names.pop(index), index, done[1])
+            elif done.seek < done.frames:
+                yield index, segments, None
+            else:
+                del names[index]
+                yield index, segments, self._transcript(done, index)
+
+    def _by_window(
+        self, sources: Iterable[Source], batch_size: int | None = None, keep: bool = True
+    ) -> Iterator[tuple[Job | tuple[int, Failed], list[Segment]]]:
+        """Yields recordings after each step, each with its new segments; failed ones with none."""
+        builders: dict[int, SegmentBuilder] = {}
+        for done in self._loop.run(sources, batch_size=batch_size, steps=True):
+            if not isinstance(done, Job):
+                builders.pop(done[0], None)
+                yield done, []
+                continue
+            builder = builders.setdefault(done.index, SegmentBuilder(self.recognizer, done, keep))
+            ended = done.seek >= done.frames
+            segments = builder.advance(last=ended)
+            if ended:
+                del builders[done.index]
+            yield done, segments
 
     def _transcript(self, job: Job, index: int) -> Transcript:
         tokens = [int(token) for piece in job.pieces for token in piece.tokens]
-        building = _Segments(self, job)
+        building = SegmentBuilder(self.recognizer, job)
         segments: list[Segment] = []
         if self.options.mode == "sequential":  # a result is that of one window
             for _, pieces in itertools.groupby(job.pieces, key=lambda piece: id(piece.result)):
@@ -348,87 +403,6 @@ class Transcriber:
             method = registry.create("correct", correct, recogniser=acoustic)
             method.follow(self.decoder.guide)
         return WindowCorrector(method, self._loop)
-
-
-class _Segments:
-    """Builds the segments of one recording, window by window.
-
-    Returned segments are final. With word timestamps a segment is held back until the next segment
-    is known, since the next word's start may shorten the last word.
-
-    Args:
-        transcriber: Transcriber of the recording.
-        job: The recording.
-    """
-
-    def __init__(self, transcriber: Transcriber, job: Job) -> None:
-        self._transcriber, self._job = transcriber, job
-        self._held: list[Piece] = []
-        self._last_word_end_s = 0.0  # end of the last word of a returned segment
-
-    def hold(self, pieces: Sequence[Piece]) -> None:
-        """Adds segments without returning any."""
-        self._held += pieces
-
-    def take(self, pieces: Sequence[Piece], last: bool = False) -> list[Segment]:
-        """Adds the segments of a window and returns all segments that are now final.
-
-        Args:
-            pieces: Segments of the next window.
-            last: Whether this is the last window; then all segments are final.
-        """
-        self.hold(pieces)
-        words = self._words()
-        count = len(self._held)
-        if self._transcriber.options.word_timestamps and not last:
-            count = max((number for number, own in enumerate(words) if own), default=0)
-        spans = self._spans(words)
-        found = [
-            self._segment(*one)
-            for one in zip(self._held[:count], spans[:count], words[:count], strict=True)
-        ]
-        del self._held[:count]
-        self._last_word_end_s = max(
-            (s.words[-1].end_s for s in found if s.words), default=self._last_word_end_s
-        )
-        return found
-
-    def _words(self) -> Sequence[list[Word] | None]:
-        """Words of each segment that is held back; ``None``: word timestamps are off."""
-        ours, job = self._transcriber, self._job
-        if not ours.options.word_timestamps:
-            return [None] * len(self._held)
-        return timed_words(
-            [ours.recognizer.text_tokens(piece.tokens) for piece in self._held],
-            ours.processor.tokenizer,
-            ours.recognizer.code_of(job.language),
-            job.timeline.span,
-            job.timeline.duration_s,
-            self._last_word_end_s,
-        )
-
-    def _spans(self, words: Sequence[list[Word] | None]) -> list[tuple[float, float]]:
-        """Start and end, in seconds, of each segment that is held back."""
-        timeline = self._job.timeline
-        spans = [timeline.span(piece.start, piece.end) for piece in self._held]
-        if self._transcriber.options.mode != "sequential":
-            # of a segment that two windows made neither knows both ends
-            spans = in_order(spans, timeline.duration_s)
-        return around_words(spans, words, self._last_word_end_s)
-
-    def _segment(self, piece: Piece, span: Sequence[float], words: list[Word] | None) -> Segment:
-        return Segment(
-            start_s=round(span[0], 6),
-            end_s=round(span[1], 6),
-            text=self._transcriber.recognizer.text(piece.tokens),
-            tokens=piece.tokens if self._job.evidence else [int(token) for token in piece.tokens],
-            temperature=piece.result.temperature,
-            avg_logprob=piece.result.avg_logprob,
-            no_speech_prob=piece.result.no_speech_prob,
-            looped=piece.result.repetitive,
-            window_s=round(self._job.timeline.at(piece.window), 6),
-            words=words,
-        )
 
 
 def failure_of(source: str, index: int, failed: Failed) -> Failure:

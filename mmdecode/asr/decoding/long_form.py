@@ -104,7 +104,7 @@ class LongForm:
     @torch.no_grad()
     def run(
         self,
-        sources: Sequence[Source],
+        sources: Iterable[Source],
         progress: Callable[[float], None] | None = None,
         watch: Watch | None = None,
         batch_size: int | None = None,
@@ -113,7 +113,8 @@ class LongForm:
         """Yields each recording when it is transcribed, or its index and error when it failed.
 
         Args:
-            sources: The recordings; up to ``batch_size`` of them are open at a time.
+            sources: The recordings; up to ``batch_size`` of them are open at a time. An iterator is
+                asked for more after each step, also if it had none left before.
             progress: Called after each step with the seconds of audio that it transcribed.
             watch: Notes which recordings are being decoded, in case the process crashes.
             batch_size: Batch size; ``None``: that of the options.
@@ -158,10 +159,10 @@ class LongForm:
             jobs = [job for job in jobs if job.index not in failed]
             if progress is not None:
                 progress(sum(job.done_s - before[job.index] for job in jobs))
-            if steps:
-                yield from jobs
             ended = [job for job in jobs if job.seek >= job.frames]
             jobs = [job for job in jobs if job.seek < job.frames]
+            if steps:
+                yield from jobs
             yield from ended
 
     def _open(self, index: int, source: Source) -> Job:
