@@ -64,9 +64,9 @@ def command(
     """Transcribe audio while it arrives, and print words once they are stable.
 
     Printed words do not change any more. A terminal also shows the provisional words, dimmed. A
-    file is read as fast as it can be transcribed. Ctrl-C ends all inputs after the step at hand,
-    and prints their provisional words. Inputs that fail are listed at the end, and the exit code is
-    then 1.
+    file is read as fast as it can be transcribed. Ctrl-C or SIGTERM ends all inputs after the step
+    at hand, and prints their provisional words. Inputs that fail are listed at the end, and the
+    exit code is then 1.
 
     For example:
 
@@ -321,24 +321,29 @@ class Progress:
 
 @contextlib.contextmanager
 def interrupts() -> Iterator[Callable[[], bool]]:
-    """Notes Ctrl-C inside the context instead of raising; a second one is raised.
+    """Notes Ctrl-C or SIGTERM inside the context; a second one has its usual effect.
 
     Yields:
-        Function that returns whether it was pressed.
+        Function that returns whether one came.
     """
     asked = False
-    before = signal.getsignal(signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
     def note(*_: object) -> None:
         nonlocal asked
         asked = True
-        signal.signal(signal.SIGINT, before)
+        restore()
 
-    signal.signal(signal.SIGINT, note)
+    for number in before:
+        signal.signal(number, note)
     try:
         yield lambda: asked
     finally:
-        signal.signal(signal.SIGINT, before)
+        restore()
 
 
 class Screen:
@@ -432,7 +437,8 @@ def _row(one: FedStream, report: StreamReport) -> dict[str, Any]:
 
 def _summary(report: StreamReport, audio_s: float) -> str:
     """Returns the line with statistics of a whole stream that is printed at its end."""
-    parts = [f"{audio_s:.1f} s of audio, {report.committed_words} words committed"]
+    words = f"{report.committed_words} word" + "s" * (report.committed_words != 1)
+    parts = [f"{audio_s:.1f} s of audio, {words} committed"]
     if report.received.al is not None:
         parts.append(
             f"lagging (AL, DAL) {report.received.al:.2f} and {report.received.dal:.2f} s of audio, "

@@ -1,5 +1,6 @@
 """Pools of streams: each stream has the text that it has alone, whatever the others do."""
 
+import itertools
 import random
 import re
 import threading
@@ -11,8 +12,10 @@ import pytest
 from mmdecode.asr.results import Failure
 from mmdecode.asr.streaming import CommitPolicy, Stream, StreamPool
 from mmdecode.asr.streaming import pool as pools
+from mmdecode.asr.streaming import stream as streams
 from mmdecode.asr.transcriber import Transcriber
 from mmdecode.errors import InputError, OptionError, OverloadError
+from mmdecode.evaluation.speed.latency import StreamMeter
 from mmdecode.zoo.speech import speech_test
 from tests.asr.test_streaming import RATE, Hearer, Options, spoken, text_of, updates_of, words_up_to
 
@@ -187,6 +190,31 @@ def test_updates_are_ready_when_their_round_ends_and_pauses_are_no_delay():
     now = 102.5  # the machine was busy
     [(_, update)] = pool.round()
     assert (update.audio_s, update.ready_s) == (2.0, 4.5)
+
+
+def ends_on_a_step():
+    """Updates of a stream whose audio ends with a step, at which words are committed."""
+    pool = StreamPool(Several(), clock=iter(itertools.count(0, 0.1)).__next__)
+    stream = pool.open(step_s=1.0)
+    samples = spoken(30)
+    stream.feed(samples[: len(samples) // RATE * RATE])
+    found = [update for _, update in pool.drain()]
+    stream.finish()
+    return [*found, *(update for _, update in pool.drain())]
+
+
+def test_words_are_ready_in_their_order_where_audio_ends_with_a_step(monkeypatch):
+    updates = ends_on_a_step()
+    assert not updates[-1].provisional and updates[-1].audio_s == updates[-2].audio_s
+    times = [update.ready_s for update in updates]
+    assert times == sorted(times)
+    meter = StreamMeter()
+    for update in updates:
+        meter.add(update)
+    assert meter.report().delay_s > 0
+    monkeypatch.setattr(streams, "max", lambda *values: values[-1], raising=False)
+    times = [update.ready_s for update in ends_on_a_step()]
+    assert times != sorted(times)
 
 
 def test_what_is_wrong_is_refused_before_anything_is_taken():

@@ -63,6 +63,12 @@ class CommitPolicy:
     by_number: ClassVar[bool] = False
 
     @property
+    def name(self) -> str:
+        """Name in `POLICIES`, or else of the class, for messages."""
+        kind = type(self)
+        return next((name for name, cls in POLICIES.items() if cls is kind), kind.__name__)
+
+    @property
     def compared(self) -> int:
         """Number of the latest hypotheses that the policy compares."""
         return 1
@@ -258,6 +264,8 @@ def policy_of(spec: CommitPolicy | str) -> CommitPolicy:
     """
     if isinstance(spec, CommitPolicy):
         return spec
+    if not isinstance(spec, str):
+        raise OptionError(f"policy={spec!r:.80}; expected a name such as 'agreement:n=3'")
     [(name, options)] = registry.parse("policy", spec)
     if name not in POLICIES:
         raise UnknownNameError.of("policy", name, POLICIES)
@@ -282,16 +290,11 @@ def _of(word: OpenWord) -> float:
     return -math.inf if word.evidence is None else word.evidence
 
 
-def _name(policy: CommitPolicy) -> str:
-    kind = type(policy)
-    return next((name for name, cls in POLICIES.items() if cls is kind), kind.__name__)
-
-
 def _check_whole(policy: CommitPolicy, field: str, least: int) -> None:
     value = getattr(policy, field)
     if not isinstance(value, int) or value < least:
         raise OptionError(
-            f"policy {_name(policy)}: {field}={value!r}; expected a whole number from {least} on"
+            f"policy {policy.name}: {field}={value!r}; expected a whole number from {least} on"
         )
 
 
@@ -300,5 +303,5 @@ def _check_number(policy: CommitPolicy, field: str, most: float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
         upper = "" if math.isinf(most) else f" to {most:g}"
         raise OptionError(
-            f"policy {_name(policy)}: {field}={value!r}; expected a number from 0{upper}"
+            f"policy {policy.name}: {field}={value!r}; expected a number from 0{upper}"
         )

@@ -83,6 +83,11 @@ class PooledStream:
         return self.failure is not None or self._has_left or self._stream.ended
 
     @property
+    def has_left(self) -> bool:
+        """Whether it left the pool before its end."""
+        return self._has_left
+
+    @property
     def is_due(self) -> bool:
         """Whether a round can take a step of it."""
         return not self.ended and self._stream.is_due
@@ -216,6 +221,12 @@ class StreamPool:
     def __len__(self) -> int:
         with self.lock:
             return sum(not one.ended for one in self._streams)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a round can take a step of any of the streams."""
+        with self.lock:
+            return any(one.is_due for one in self._streams)
 
     @property
     def delay_s(self) -> float:

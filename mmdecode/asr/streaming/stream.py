@@ -235,7 +235,8 @@ class Stream:
             kind = getattr(samples, "dtype", type(samples).__name__)
             raise InputError(
                 f"samples are {kind} of shape {np.shape(samples)}; expected a float32 array in "
-                "[-1, 1] of one channel: divide 16-bit integers by 32768, average channels"
+                "[-1, 1] of one channel: convert others by .astype('float32'), divide 16-bit "
+                "integers by 32768, average channels"
             )
         if not np.isfinite(samples).all():
             raise InputError(
@@ -295,10 +296,10 @@ class Stream:
         if last:
             self.ended = True
             self.release()
-        self._ready_s = ready()
+        self._ready_s = max(self._ready_s, self.audio_s, ready())  # words come in order
         return Update(
             audio_s=self.audio_s,
-            ready_s=round(max(self._ready_s, self.audio_s), 6),
+            ready_s=round(self._ready_s, 6),
             committed=committed,
             provisional=provisional,
             words=timed,
@@ -429,16 +430,23 @@ def options_for(
             f"longest_s={longest_s}; expected {lower} and at most a window of the model, "
             f"{ours.window_s:g} s"
         )
-    if policy.evidence == TIME and not options.word_timestamps:
-        options = replace(options, word_timestamps=True)
-        ours.refuse(options)
-    elif policy.evidence not in (None, TIME):
-        Evidence(ours).check(policy.evidence)
-        if transcriber.corrector is not None:
-            raise OptionError(
-                f"policy {type(policy).__name__} cannot be combined with correct: its numbers are "
-                "those of the recogniser's words, and correct changes them; use agreement"
-            )
+    kind = policy.evidence
+    if kind not in (None, TIME) and transcriber.corrector is not None:
+        raise OptionError(
+            f"policy {policy.name} cannot be combined with correct: its numbers are those of the "
+            "recogniser's words, and correct changes them; use agreement"
+        )
+    try:
+        if kind == TIME and not options.word_timestamps:
+            options = replace(options, word_timestamps=True)
+            ours.refuse(options)
+        elif kind not in (None, TIME):
+            Evidence(ours).check(kind)
+    except OptionError as error:
+        raise OptionError(
+            f"policy {policy.name} needs what this model does not have: {error}; or choose another "
+            "policy, such as agreement"
+        ) from error
     if timed:
         return options
     return replace(options, window_s=min(options.window_s or longest_s, longest_s / 2))
