@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -134,6 +135,12 @@ class Answerer:
     def stats(self) -> Stats:
         """The decoder's counters, over all calls."""
         return self.decoder.stats
+
+    def with_decoder(self, decoder: Decoder) -> Answerer:
+        """Returns an answerer with the same model and prompt cache and another decoder."""
+        other = copy.copy(self)
+        other.decoder = decoder
+        return other
 
     def __call__(
         self,
@@ -274,8 +281,8 @@ class Answerer:
         [request] = requests_of([image], question, None if id is None else [id])
         yield from self.pieces(request, **options)
 
-    def pieces(self, request: AnswerRequest, **options: Any) -> Iterator[str]:
-        """Yields the answer to a request in pieces; see `stream`.
+    def pieces(self, request: AnswerRequest, **options: Any) -> Generator[str, None, Answer]:
+        """Yields the answer to a request in pieces, see `stream`; returns it without margins.
 
         Raises:
             InputError: The request cannot be answered.
@@ -292,11 +299,12 @@ class Answerer:
             clean_up_tokenization_spaces=False,
         )
         left = threading.Event()  # set when the caller stops reading
+        answers: list[Answer] = []
         problems: list[BaseException] = []
 
         def run() -> None:
             try:
-                self._generate(
+                answers[:] = self._answers(
                     [request],
                     [asked],
                     inputs,
@@ -317,16 +325,28 @@ class Answerer:
             thread.join()
         if problems:
             raise problems[0]
+        return answers[0]
 
     def _batch(
         self, asked: Sequence[tuple[AnswerRequest, Question]], settings: AnswerOptions
     ) -> list[Answer]:
         """Answers a batch of questions."""
         requests, questions = zip(*asked, strict=True)
+        return self._answers(requests, questions, self._inputs(questions, settings), settings)
+
+    def _answers(
+        self,
+        requests: Sequence[AnswerRequest],
+        questions: Sequence[Question],
+        inputs: Mapping[str, Tensor],
+        settings: AnswerOptions,
+        **options: Any,
+    ) -> list[Answer]:
+        """Decodes a batch; see `_generate` for the arguments."""
         began, passes = time.perf_counter(), self.stats.passes
-        inputs = self._inputs(questions, settings)
-        rows = self._generate(requests, questions, inputs, settings)
-        seconds = (time.perf_counter() - began) / len(asked)
+        rows = self._generate(requests, questions, inputs, settings, **options)
+        seconds = (time.perf_counter() - began) / len(requests)
+        lengths = inputs["attention_mask"].sum(1).tolist()
         return [
             Answer(
                 id=request.id,
@@ -335,12 +355,16 @@ class Answerer:
                 question=request.text,
                 history=request.history,
                 text=self._text(row["token_ids"]),
+                ended=not self._ends.isdisjoint(row["token_ids"][-1:]),
                 prompt=self.prompts.prompt(question),
+                prompt_tokens=length,
                 seconds=seconds,
                 passes=self.stats.passes - passes,
                 **row,
             )
-            for (request, question), row in zip(asked, rows, strict=True)
+            for request, question, row, length in zip(
+                requests, questions, rows, lengths, strict=True
+            )
         ]
 
     def _inputs(self, questions: Sequence[Question], settings: AnswerOptions) -> dict[str, Tensor]:

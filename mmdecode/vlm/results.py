@@ -27,6 +27,7 @@ class Answer:
         history: Earlier messages of its conversation.
         text: The answer; empty if there is an error.
         token_ids: The answer as ids, its end token included.
+        ended: Whether the model ended the answer itself, before the limit of its tokens.
         margin: Log-odds of a first word yes over no (see `yes_no_margin`) by the model's own
             logits, before logits processors and a contrastive guide. ``None``: the tokenizer has no
             such words, or margins were not requested.
@@ -37,6 +38,7 @@ class Answer:
         first_logits: Logits that the first token was decided from, after guide and processors,
             ``(V,)``; ``None``: not requested.
         prompt: The question as it was passed to the processor; empty if there is an error.
+        prompt_tokens: Number of tokens of the prompt, those of images included.
         seconds: Seconds that decoding its batch took, divided by the batch size; reading images is
             not counted.
         passes: Forward passes of the model over its batch, without the prefill.
@@ -52,10 +54,12 @@ class Answer:
     history: tuple[Turn, ...] = ()
     text: str = ""
     token_ids: list[int] = field(default_factory=list, repr=False)
+    ended: bool = False
     margin: float | None = None
     margins: dict[str, float] | None = None
     first_logits: Tensor | None = field(default=None, repr=False)
     prompt: str = field(default="", repr=False)
+    prompt_tokens: int = 0
     seconds: float = 0.0
     passes: int = 0
     trace: list[Round] | None = field(default=None, repr=False)
