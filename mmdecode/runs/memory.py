@@ -52,10 +52,11 @@ def share_gpu(share: float) -> None:
     Args:
         share: Share of the memory; 0, or 1 and more: no limit.
     """
-    import torch
+    if 0 < share < 1:
+        import torch
 
-    if 0 < share < 1 and torch.cuda.is_available():
-        torch.cuda.set_per_process_memory_fraction(share)
+        if torch.cuda.is_available():
+            torch.cuda.set_per_process_memory_fraction(share)
 
 
 def free_memory(root: Path = Path("/")) -> int | None:

@@ -56,9 +56,8 @@ class RayWorker:
         self, job: Any, rank: str, time_limit_s: float, gpus: float, threads: int, folder: str
     ) -> None:
         import ray
-        import torch
 
-        torch.set_num_threads(threads)
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # torch is imported with the model
         share_gpu(gpus)
         self._failed: Failed | None = None
         with contextlib.suppress(OSError):  # of the first machine alone: paths are absolute

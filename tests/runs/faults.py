@@ -182,6 +182,7 @@ def measured(given):
 def main():
     if sys.argv[1:2] == ["--run"]:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # else ignored in the background
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # else ignored under nohup
         out, count, engine, how = sys.argv[2:]
         out = Path(out)
         folder = folder_of(out, names(int(count)), resume=out.exists())

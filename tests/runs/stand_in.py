@@ -15,8 +15,6 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from mmdecode.asr.output.jobs import ResultFolder
 from mmdecode.asr.output.manifest import Entry
 from mmdecode.asr.results import Failure, Segment, Transcript
@@ -118,6 +116,8 @@ def error(found):
 
 def device(found):
     """A kernel fails, after which CUDA refuses everything."""
+    import torch
+
     raise torch.AcceleratorError("CUDA error: device-side assert triggered")
 
 
