@@ -5,7 +5,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # what tests, lint and types need
-EXTRAS := asr,vlm,train,eval,vad,media,bench,dev
+EXTRAS := asr,vlm,train,eval,vad,media,serve,bench,dev
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:

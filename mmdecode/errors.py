@@ -104,7 +104,7 @@ class MissingExtraError(MMDecodeError, ImportError):
         message: The missing package and its use, for example
             ``reading audio files needs librosa``.
         extra: Extra of this package that installs it: ``asr``, ``vlm``, ``image``, ``train``,
-            ``eval``, ``vad``, ``media``, ``mic`` or ``torchao``.
+            ``eval``, ``vad``, ``media``, ``mic``, ``scale``, ``serve`` or ``torchao``.
     """
 
     def __init__(self, message: str, *, extra: str) -> None:

@@ -41,6 +41,7 @@ COMMANDS = {
     "generate-image": "Generate images from classes or prompts.",
     "results": "Show how far a job got, and why items failed; go on with it.",
     "stream": "Transcribe audio while it is being recorded.",
+    "serve": "Serve models to clients of OpenAI's interface.",
     "evaluate": "Score models on speech or images, or transcripts made elsewhere.",
     "train": "Train drafters, transcript correctors or the shipped tiny models.",
     "audit": "Check that drafters do not change the output of your model.",

@@ -21,7 +21,7 @@ from mmdecode.cli import flags
 from mmdecode.model_names import REAL, SYNTHETIC, full_name
 from mmdecode.runs.console import console, print_line
 
-MODELS = ("model", "refiner", "corrector", "correct", "methods")
+MODELS = ("model", "chat_model", "refiner", "corrector", "correct", "methods")
 """Parameters whose values contain names of models."""
 
 OWN_FILES = (
@@ -70,7 +70,7 @@ def _trusting(
 
 def _prepare(given: dict[str, Any]) -> None:
     """Replaces short names of models, and prints the note on toys."""
-    for name in ("model", "refiner"):
+    for name in ("model", "refiner", "chat_model"):
         if isinstance(given.get(name), str):
             given[name] = full_name(given[name])
     if isinstance(given.get("corrector"), list):

@@ -29,6 +29,7 @@ BASES = {
     "ask": "IMAGE -q What? --max-new-tokens 2",
     "generate-image": "--class ring -n 1 --out out",
     "results": "FOLDER",
+    "serve": "--model zoo:whisper-synth --port 0",
     "stream": "CLIP --model zoo:whisper-synth --max-new-tokens 2",
     "evaluate wer": "--model zoo:whisper-synth --data TABLE --max-new-tokens 2 --resamples 2",
     "evaluate silence": "--clips 2 --seconds 1 --limit 1 --speech none --max-new-tokens 2",

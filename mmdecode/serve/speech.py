@@ -1,0 +1,310 @@
+"""`SpeechWorker`: decodes the files and streams of all clients, in batches that clients share.
+
+One thread owns the recogniser. It decodes one step of all streams, then one step of all files, and
+so on, so that a long file holds up no stream. Files with the same options share a batch, which new
+files join between two steps; the text of a file is the one that it has alone, see
+`mmdecode.asr.decoding.long_form`. A batch takes no new files while files with other options wait.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from mmdecode.asr.audio.reading import Source, source_of
+from mmdecode.asr.decoding.long_form import HINT
+from mmdecode.asr.options import TranscribeOptions
+from mmdecode.asr.results import Failure, Segment, Transcript
+from mmdecode.asr.streaming import PooledStream, StreamPool, Update
+from mmdecode.asr.transcriber import Transcriber, failure_of
+from mmdecode.errors import OverloadError
+from mmdecode.runs.items import Failed
+from mmdecode.serve.limits import Limits
+from mmdecode.serve.metrics import Metrics
+
+Notify = Callable[[list[Segment], Transcript | Failure | None], None]
+"""Takes the new segments of a file, and its result; called in the thread of the worker."""
+Take = Callable[[Update | Failure, bool], None]
+"""Takes an update of a stream, and whether it is the last; called in the thread of the worker."""
+
+
+class FileRequest:
+    """A file that waits for decoding or is decoded.
+
+    Args:
+        source: The recording.
+        options: Options of its transcription.
+        notify: Function that is called after each step, and at the end with the result.
+
+    Attributes:
+        cancelled: Whether nobody waits for it any more; it then ends after the step at hand.
+    """
+
+    def __init__(self, source: Source, options: TranscribeOptions, notify: Notify) -> None:
+        self.source, self.options, self.notify = source, options, notify
+        self.cancelled = False
+
+
+class Batch:
+    """Files with the same options that are decoded together; others join between two steps.
+
+    Args:
+        transcriber: Transcriber with their options.
+        take: Function that returns the next waiting file, or ``None``; its argument is whether a
+            step was decoded already, so that the file would join.
+        size: Most files at once.
+    """
+
+    def __init__(
+        self, transcriber: Transcriber, take: Callable[[bool], FileRequest | None], size: int
+    ) -> None:
+        self._take, self._files = take, dict[int, FileRequest]()
+        self._count, self._has_begun = 0, False
+        self._steps = transcriber.stream_windows(self, self._is_wanted, size)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __iter__(self) -> Iterator[Source]:
+        return self
+
+    def __next__(self) -> Source:
+        """Takes a waiting file into the batch."""
+        request = self._take(self._has_begun)
+        if request is None:
+            raise StopIteration
+        self._files[self._count] = request
+        self._count += 1
+        return request.source
+
+    def _is_wanted(self, index: int) -> bool:
+        if index in self._files and self._files[index].cancelled:
+            del self._files[index]
+        return index in self._files
+
+    def step(self) -> bool:
+        """Decodes, if need be, and hands on what is new of one file; whether any file is left."""
+        try:
+            index, segments, result = next(self._steps)
+            self._has_begun = True
+        except StopIteration:
+            return False
+        except Exception as error:  # of the options or the machine: it is that of all of them
+            failed = failure_of("", 0, Failed.of(error, HINT))
+            for request in self._files.values():
+                request.notify([], failed)
+            self._files.clear()
+            return False
+        request = self._files[index]
+        if result is not None:
+            del self._files[index]
+        request.notify(segments, result)
+        return True
+
+
+class LiveStream:
+    """A stream of a client.
+
+    Args:
+        stream: Its stream in the pool.
+        wake: Function that wakes the worker.
+    """
+
+    def __init__(self, stream: PooledStream, wake: Callable[[], None]) -> None:
+        self.stream, self._wake = stream, wake
+
+    def feed(self, samples: np.ndarray) -> None:
+        """Adds samples; see `PooledStream.feed`."""
+        self.stream.feed(samples)
+        self._wake()
+
+    def finish(self) -> None:
+        """Ends the audio; see `PooledStream.finish`."""
+        self.stream.finish()
+        self._wake()
+
+    def leave(self) -> None:
+        """Ends the stream at once; see `PooledStream.leave`."""
+        self.stream.leave()
+        self._wake()
+
+
+class SpeechWorker:
+    """Decodes files and streams in a thread of its own.
+
+    Args:
+        transcriber: Transcriber of all requests, each of which may change its options.
+        limits: Most requests and streams.
+        metrics: Counters of the server.
+        batch_size: Most files, and most streams, that are decoded at once.
+    """
+
+    def __init__(
+        self, transcriber: Transcriber, limits: Limits, metrics: Metrics, batch_size: int = 8
+    ) -> None:
+        self.transcriber, self._limits, self._metrics = transcriber, limits, metrics
+        self._size = batch_size
+        self._pool = StreamPool(transcriber, batch_size, limits.waiting_s)
+        self._takers: dict[PooledStream, Take] = {}
+        self._waiting: OrderedDict[TranscribeOptions, deque[FileRequest]] = OrderedDict()
+        self._batch: Batch | None = None
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="speech", daemon=True)
+        self._thread.start()
+
+    @property
+    def waiting(self) -> int:
+        """Number of files that wait."""
+        with self._changed:
+            return sum(map(len, self._waiting.values()))
+
+    @property
+    def decoding(self) -> int:
+        """Number of files that are decoded."""
+        batch = self._batch
+        return 0 if batch is None else len(batch)
+
+    @property
+    def streams(self) -> int:
+        """Number of open streams."""
+        return len(self._pool)
+
+    @property
+    def delay_s(self) -> float:
+        """Most seconds of audio that wait in any stream."""
+        return self._pool.delay_s
+
+    def options(self, **options: Any) -> TranscribeOptions:
+        """Returns the options of a request, which are checked.
+
+        Raises:
+            OptionError: One is out of range, or the model does not support it.
+        """
+        return self.transcriber.with_options(**options).options
+
+    def submit(
+        self, samples: np.ndarray, options: TranscribeOptions, notify: Notify
+    ) -> FileRequest:
+        """Adds a file.
+
+        Args:
+            samples: Its samples at the rate of the transcriber, ``(samples,)``.
+            options: Its `options`.
+            notify: See `FileRequest`.
+
+        Raises:
+            OverloadError: Too many files wait.
+        """
+        source = source_of(samples, self.transcriber.sampling_rate)
+        request = FileRequest(source, options, notify)
+        with self._changed:
+            if sum(map(len, self._waiting.values())) >= self._limits.queue:
+                raise OverloadError(
+                    f"{self._limits.queue} files wait already; send the file again later"
+                )
+            self._waiting.setdefault(options, deque()).append(request)
+            self._changed.notify()
+        return request
+
+    def open(self, take: Take, **options: Any) -> LiveStream:
+        """Opens a stream.
+
+        Args:
+            take: See `Take`.
+            **options: See `StreamPool.open`.
+
+        Raises:
+            OverloadError: Too many streams are open.
+            OptionError: See `StreamPool.open`.
+            UnknownNameError: There is no such policy.
+        """
+        with self._changed:
+            if len(self._pool) >= self._limits.streams:
+                raise OverloadError(
+                    f"{self._limits.streams} streams are open, which is the limit; try again later"
+                )
+            stream = self._pool.open(**options)
+            self._takers[stream] = take
+        return LiveStream(stream, self._wake)
+
+    def close(self) -> None:
+        """Ends the thread after the step at hand; what waits is not decoded."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify()
+
+    def _has_work(self) -> bool:
+        return self._batch is not None or bool(self._waiting) or self._pool.is_due
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._has_work())
+                if self._closed:
+                    return
+            if self._pool.is_due:
+                self._round()
+            if self._batch is None:
+                self._batch = self._next_batch()
+            if self._batch is not None:
+                self._metrics.batch(len(self._batch))
+                if not self._batch.step():
+                    self._batch = None
+
+    def _round(self) -> None:
+        """Decodes a step of the streams."""
+        try:
+            found = self._pool.round()
+        except Exception as error:  # of no stream alone
+            failed = failure_of("", 0, Failed.of(error, HINT))
+            with self._changed:
+                takers, self._takers = self._takers, {}
+            for stream, take in takers.items():
+                stream.leave()
+                take(failed, True)
+            return
+        self._metrics.round(len(found))
+        with self._changed:  # those whose clients have gone
+            self._takers = {one: take for one, take in self._takers.items() if not one.has_left}
+            takers = dict(self._takers)
+            for stream, _ in found:
+                if stream.ended:
+                    self._takers.pop(stream, None)
+        for stream, result in found:
+            if stream in takers:
+                takers[stream](result, stream.ended)
+
+    def _next_batch(self) -> Batch | None:
+        """Begins a batch of the options that have waited longest."""
+        with self._changed:
+            if not self._waiting:
+                return None
+            options = next(iter(self._waiting))
+        transcriber = self.transcriber.with_options(**vars(options))
+        return Batch(transcriber, partial(self._take, options), self._size)
+
+    def _take(self, options: TranscribeOptions, joins: bool) -> FileRequest | None:
+        """Returns the next file that waits with the same options as the batch at hand."""
+        with self._changed:
+            while own := self._waiting.get(options):
+                if joins and len(self._waiting) > 1:
+                    return None
+                request = own.popleft()
+                if own:
+                    self._waiting.move_to_end(options)
+                else:
+                    del self._waiting[options]
+                if not request.cancelled:
+                    return request
+            return None

@@ -1,0 +1,206 @@
+"""What clients may not do is answered with its status, and costs the others nothing."""
+
+import asyncio
+import contextlib
+import http.client
+import socket
+import time
+
+import httpx
+import pytest
+
+from mmdecode.errors import OptionError
+from mmdecode.serve.limits import Gate, Limits, Rates, Refusal
+from mmdecode.zoo.speech import speech_test
+from tests.serve.running import SPEECH, running
+
+KEY = "a-key-of-the-test"
+CLIP = speech_test()[3]
+
+
+def transcribed(server, **how):
+    with open(CLIP.path, "rb") as file:
+        return httpx.post(
+            f"{server.url}/v1/audio/transcriptions",
+            **{"files": {"file": file}, "data": {"model": SPEECH}, "timeout": 60, **how},
+        )
+
+
+@pytest.fixture(scope="module")
+def server():
+    limits = Limits(upload_bytes=300_000, audio_s=6.0, receive_s=1.0, queue=2)
+    hosts = frozenset({"127.0.0.1", "localhost"})
+    with running(limits, key=KEY, hosts=hosts, chat=False) as found:
+        yield found
+
+
+def with_key(**headers):
+    return {"headers": {"Authorization": f"Bearer {KEY}", **headers}}
+
+
+def test_a_key_is_demanded_for_all_but_the_page_and_the_health(server):
+    assert transcribed(server, **with_key()).status_code == 200
+    for headers in ({}, {"Authorization": f"Bearer {KEY}x"}, {"Authorization": KEY},
+                    {"Authorization": "Bearer"}, {"Authorization": f"Basic {KEY}"}):  # fmt: skip
+        answer = transcribed(server, headers=headers)
+        assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+        assert answer.headers["www-authenticate"] == "Bearer"
+    for path in ("/metrics", "/v1/models", "/openapi.json", "/assets/page.js"):
+        expected = 200 if path.startswith("/assets") else 401
+        assert httpx.get(server.url + path).status_code == expected, path
+    for path in ("/", "/healthz"):
+        assert httpx.get(server.url + path).status_code == 200
+
+
+def test_keys_are_compared_in_constant_time(monkeypatch):
+    asked = []
+    gate = Gate(None, Limits(), KEY)
+    monkeypatch.setattr("hmac.compare_digest", lambda *pair: bool(asked.append(pair)))
+    assert not gate.knows(KEY.encode()) and asked == [(KEY.encode(), KEY.encode())]
+
+
+def test_other_sites_and_other_names_are_kept_out(server):
+    for headers in ({"Origin": "http://evil.example"}, {"Origin": "null"},
+                    {"Host": "evil.example"}, {"Host": "127.0.0.1.evil.example:80"}):  # fmt: skip
+        answer = transcribed(server, **with_key(**headers))
+        assert answer.status_code == 403, headers
+        assert "access-control-allow-origin" not in answer.headers
+    own = server.url.partition("//")[2]
+    assert transcribed(server, **with_key(Origin=f"http://{own}")).status_code == 200
+    preflight = httpx.options(
+        f"{server.url}/v1/models",
+        headers={"Origin": "http://evil.example", "Access-Control-Request-Method": "POST"},
+    )
+    assert preflight.status_code == 403
+
+
+def test_requests_that_are_too_large_are_not_read(server):
+    def chunks():
+        yield b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
+        for _ in range(100):
+            yield b"x" * 10_000
+
+    url = f"{server.url}/v1/audio/transcriptions"
+    large = httpx.post(url, content=b"x" * 400_000, **with_key())
+    assert large.status_code == 413 and "MiB" in large.json()["error"]["message"]
+    kind = {"content-type": "multipart/form-data; boundary=x"}
+    with contextlib.suppress(httpx.HTTPError):  # it may be closed while the rest is being sent
+        assert httpx.post(url, content=chunks(), **with_key(**kind)).status_code == 413
+    assert server.is_idle()
+
+
+def test_recordings_that_are_too_long_are_refused_after_decoding(server):
+    long = next(clip for clip in speech_test() if clip.duration_s > 6.1)
+    with open(long.path, "rb") as file:
+        answer = transcribed(server, files={"file": file}, **with_key())
+    assert answer.status_code == 413 and "6" in answer.json()["error"]["message"], answer.text
+
+
+def test_a_body_that_does_not_come_times_out_and_frees_its_connection(server):
+    host, port = server.url.partition("//")[2].split(":")
+    with socket.create_connection((host, int(port)), 10) as connection:
+        connection.sendall(
+            b"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+            b"Authorization: Bearer " + KEY.encode() + b"\r\nContent-Length: 5000\r\n"
+            b"Content-Type: multipart/form-data; boundary=x\r\n\r\n--x\r\n"
+        )
+        began = time.monotonic()
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        answer.close()
+        assert answer.status == 408 and time.monotonic() - began < 8
+    assert server.is_idle()
+
+
+def test_a_full_queue_is_said(server, monkeypatch):
+    monkeypatch.setattr(server.service.speech, "_next_batch", lambda: None)  # nothing is decoded
+
+    async def ask():
+        async with httpx.AsyncClient() as client:
+            asked = []
+            for _ in range(3):
+                data = {"files": {"file": CLIP.path.read_bytes()}, "data": {"model": SPEECH}}
+                url = f"{server.url}/v1/audio/transcriptions"
+                asked.append(asyncio.create_task(client.post(url, **data, **with_key(), timeout=9)))
+                await asyncio.sleep(0.3)
+            answer = await asked[2]
+            assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
+            assert answer.json()["error"]["code"] == "overloaded"
+            for one in asked[:2]:
+                one.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+
+    asyncio.run(ask())
+    monkeypatch.undo()
+    server.service.speech._wake()
+    assert server.is_idle()  # those whose clients have gone are not decoded
+    assert transcribed(server, **with_key()).status_code == 200
+
+
+def test_a_request_that_takes_too_long_is_ended(monkeypatch):
+    with running(Limits(request_s=0.5), chat=False) as server:
+        monkeypatch.setattr(server.service.speech, "_next_batch", lambda: None)
+        answer = transcribed(server)
+        assert answer.status_code == 504 and answer.json()["error"]["code"] == "timeout"
+        monkeypatch.undo()
+        server.service.speech._wake()
+        assert server.is_idle()
+
+
+def test_rates_and_connections_of_one_address():
+    with running(Limits(rate=6, connections_of_client=1), chat=False) as server:
+        answers = [httpx.get(f"{server.url}/v1/models") for _ in range(8)]
+        assert [answer.status_code for answer in answers] == [200] * 6 + [429] * 2
+        assert 1 <= int(answers[-1].headers["retry-after"]) <= 10
+        assert httpx.get(f"{server.url}/healthz").status_code == 200
+
+
+def test_tokens_of_a_rate_come_back_with_time():
+    now = [0.0]
+    rates = Rates(60, lambda: now[0])
+    assert [rates.take("a") for _ in range(60)] == [0] * 60
+    assert rates.take("a") == pytest.approx(1) and rates.take("b") == 0
+    now[0] = 1.0
+    assert rates.take("a") == 0 and rates.take("a") > 0
+    now[0] = 1000.0
+    assert rates.take("c") == 0 and set(rates._used) == {"c"}  # full ones are forgotten
+
+
+def test_a_client_that_does_not_read_is_let_go():
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"x", "more_body": True})
+
+    async def send(message):
+        if message["type"].endswith("body"):
+            await asyncio.sleep(60)
+
+    async def receive():
+        return {"type": "http.request"}
+
+    gate = Gate(app, Limits(send_s=0.05))
+    scope = {"type": "http", "path": "/", "headers": [], "client": ("a", 1)}
+    asyncio.run(asyncio.wait_for(gate(scope, receive, send), 5))
+    assert gate.active == 0
+
+
+def test_limits_are_positive_and_refusals_say_their_kind():
+    with pytest.raises(OptionError, match="queue=0"):
+        Limits(queue=0)
+    assert Refusal(500, "a\nb").body["error"] == {
+        "message": "a b", "type": "server_error", "param": None, "code": None,
+    }  # fmt: skip
+
+
+def test_nothing_of_a_client_is_logged(server, caplog, capfd):
+    secret = "my-secret-words"
+    url = f"{server.url}/v1/audio/transcriptions?{secret}"
+    httpx.post(url, data={"model": secret, "prompt": secret}, files={"file": b"x"}, **with_key())
+    httpx.get(f"{server.url}/{secret}", **with_key())
+    assert server.is_idle()
+    written = (
+        "".join(capfd.readouterr())
+        + caplog.text
+        + httpx.get(f"{server.url}/metrics", **with_key()).text
+    )
+    assert secret not in written
