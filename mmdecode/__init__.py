@@ -9,8 +9,9 @@ Importing this package imports neither torch nor transformers; its names are imp
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from mmdecode._lazy import lazy
 
 if TYPE_CHECKING:
     from mmdecode import (
@@ -63,33 +64,19 @@ __all__ = [
     "zoo",
 ]
 
-_HOME = {
-    "AcceptanceRule": "mmdecode.engine.contracts",
-    "Adapter": "mmdecode.engine.adapter",
-    "BranchRunner": "mmdecode.engine.contracts",
-    "Decoder": "mmdecode.decoder",
-    "DraftSession": "mmdecode.engine.contracts",
-    "Drafter": "mmdecode.engine.contracts",
-    "Guide": "mmdecode.engine.contracts",
-    "PromptCache": "mmdecode.engine.prompt_cache",
-    "attach": "mmdecode.api",
-    "generate": "mmdecode.api",
-    "load": "mmdecode.loading",
-    "quantize": "mmdecode.quantization",
-}
-_PACKAGES = frozenset(__all__) - frozenset(_HOME) - {"__version__"}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        value = getattr(importlib.import_module(_HOME[name]), name)
-    elif name in _PACKAGES:
-        value = importlib.import_module(f"mmdecode.{name}")
-    else:
-        raise AttributeError(f"module 'mmdecode' has no attribute {name!r}")
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "api": ("attach", "generate"),
+        "decoder": ("Decoder",),
+        "engine.adapter": ("Adapter",),
+        "engine.contracts": ("AcceptanceRule", "BranchRunner", "DraftSession", "Drafter", "Guide"),
+        "engine.prompt_cache": ("PromptCache",),
+        "loading": ("load",),
+        "quantization": ("quantize",),
+    },
+    packages=(
+        *("accept", "adapters", "asr", "draft", "engine", "errors", "evaluation", "guide"),
+        *("image_ar", "vlm", "zoo"),
+    ),
+)

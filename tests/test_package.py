@@ -49,6 +49,24 @@ def test_importing_the_package_loads_no_heavy_library():
     assert done.stdout.strip() == "[]", done.stderr
 
 
+@pytest.mark.parametrize(
+    "module", ["asr", "vlm", "asr.audio.reading", "vlm.images", "serve.media", "serve.media_child"]
+)
+def test_reading_loads_no_library_of_models(module):
+    code = f"import sys, mmdecode.{module}; print({HEAVY})"
+    done = run_python(code)
+    assert not {"torch", "transformers", "pandas"} & set(ast.literal_eval(done.stdout)), module
+
+
+@pytest.mark.parametrize("package", [mmdecode.asr, mmdecode.vlm, mmdecode.evaluation])
+def test_public_names_of_packages_can_be_loaded_and_listed(package):
+    assert set(package.__all__) <= set(dir(package))
+    for name in package.__all__:
+        assert getattr(package, name) is not None
+    with pytest.raises(AttributeError, match=f"module '{package.__name__}' has no attribute 'a'"):
+        _ = package.a
+
+
 @pytest.mark.parametrize("argument", ["--help", "--version", "methods"])
 def test_help_loads_no_heavy_library(argument):
     code = f"""

@@ -9,6 +9,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "mmdecode"
 
 LAYERS = (
+    {"_lazy"},
     {"errors", "_compat", "__init__"},
     {"quantization"},
     {"options", "entries", "model_names", "runs"},
@@ -23,7 +24,7 @@ LAYERS = (
     {"asr", "vlm", "image_ar"},
     {"zoo", "loading", "testing"},
     {"evaluation"},
-    {"train", "demo"},
+    {"train", "demo", "serve"},
     {"cli"},
     {"__main__"},
 )

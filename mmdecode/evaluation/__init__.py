@@ -7,6 +7,8 @@ import sys
 import types
 from typing import TYPE_CHECKING, Any
 
+from mmdecode._lazy import lazy
+
 if TYPE_CHECKING:
     from mmdecode.evaluation.audit import audit as _audit
     from mmdecode.evaluation.audit.audit import AuditReport as AuditReport
@@ -47,9 +49,8 @@ _MODULES = {
     "vision.items": ("CaptionItem", "ChoiceItem", "YesNoItem"),
     "vision.yes_no_report": ("YesNoReport",),
 }
-_HOME = {name: module for module, names in _MODULES.items() for name in names}
 
-__all__ = ["audit", *_HOME]
+__all__ = ["audit", *(name for names in _MODULES.values() for name in names)]
 
 
 class _Package(types.ModuleType):
@@ -69,8 +70,4 @@ class _Package(types.ModuleType):
 
 sys.modules[__name__].__class__ = _Package
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__ = lazy(__name__, _MODULES)

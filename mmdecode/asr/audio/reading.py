@@ -394,7 +394,9 @@ def _other_readers(content: Path | bytes, error: Exception) -> Blocks:
         av = importlib.import_module("av")
     if av is not None:
         try:
-            container = av.open(_openable(content))
+            # bytes may be a list of files or a session description, and may open nothing
+            options = {"protocol_whitelist": ""} if isinstance(content, bytes) else {}
+            container = av.open(_openable(content), options=options)
         except (av.error.FFmpegError, ValueError, OSError) as reason:
             raise _unreadable(
                 f"{_reason(error)}; PyAV: {_reason(reason)}", "convert it"
