@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from mmdecode.serve.media import MediaDecoder, TooLargeError
-
 from mmdecode.errors import (
     IncompatibleError,
     InputError,
@@ -23,6 +21,7 @@ from mmdecode.errors import (
 from mmdecode.runs.items import OUT_OF_MEMORY
 from mmdecode.serve.answers import AnswerWorker
 from mmdecode.serve.limits import Limits, Receive, Refusal
+from mmdecode.serve.media import MediaDecoder, TooLargeError
 from mmdecode.serve.metrics import Metrics
 from mmdecode.serve.speech import SpeechWorker
 

@@ -135,6 +135,7 @@ class Fed:
         return self.found[name][0][-1]
 
 
+@pytest.mark.slow
 def test_a_long_file_holds_up_neither_short_ones_nor_those_with_other_options():
     import numpy as np
 

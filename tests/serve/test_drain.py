@@ -90,6 +90,7 @@ def test_what_was_begun_ends_and_nothing_new_begins(start):
     assert process.stderr.read().count("\n") <= 2
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_it_at_once(start):
     process, ready = start()
 
