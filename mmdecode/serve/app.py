@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib import resources
@@ -17,10 +16,9 @@ with MissingExtraError.instead("the server needs fastapi", extra="serve"):
 
 from mmdecode import __version__
 from mmdecode.serve import chat, live, transcriptions
-from mmdecode.serve.limits import Gate, Refusal
+from mmdecode.serve.limits import FAILED, Gate, Refusal
 from mmdecode.serve.service import GoneError, Service
 
-LOG = logging.getLogger("mmdecode.serve")
 _TEXT = "text/plain; version=0.0.4; charset=utf-8"
 _PAGE_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -137,6 +135,4 @@ async def _of_framework(request: Request, error: Exception) -> Response:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    # neither the message of an error nor its traceback's values are logged: they may be a client's
-    LOG.error("%s at %s: a bug of the server", type(error).__name__, request.scope["path"])
-    return await _refused(request, Refusal(500, "the server failed; its log says where"))
+    return await _refused(request, Refusal(500, FAILED))  # the gate logs it

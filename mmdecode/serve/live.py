@@ -21,7 +21,7 @@ from fastapi import APIRouter, WebSocket, WebSocketDisconnect
 from mmdecode.asr.results import Failure
 from mmdecode.asr.streaming import Update
 from mmdecode.errors import MMDecodeError, OptionError, OverloadError
-from mmdecode.serve.limits import POLICY_VIOLATION, TRY_AGAIN, Refusal
+from mmdecode.serve.limits import INTERNAL, POLICY_VIOLATION, TRY_AGAIN, Refusal, is_text
 from mmdecode.serve.service import Channel, Service, refusal_of, refusal_of_failure
 from mmdecode.serve.speech import LiveStream
 
@@ -42,8 +42,8 @@ _OF_STREAM = ("language", "task", "prompt", "policy", "step_s", "word_timestamps
 RATES = (8_000, 48_000)
 MOST_MESSAGE = 1 << 20
 """Bytes of a message."""
-BAD, INTERNAL, GOING = 1007, 1011, 1001
-"""Close codes: data that is not consistent, an error of the server, and the end of the server."""
+BAD = 1007
+"""Close code: data that is not consistent."""
 
 
 def routes(service: Service) -> APIRouter:
@@ -239,6 +239,8 @@ def _start(message: str | bytes) -> tuple[dict[str, Any], bytes]:
         kind: Any = (int, float) if START[name] is float else START[name]
         if not isinstance(value, kind) or (isinstance(value, bool) and START[name] is not bool):
             raise Refusal(400, f"{name}={value!r:.100}; expected {START[name].__name__}", name)
+        if isinstance(value, str) and not is_text(value):
+            raise Refusal(400, f"{name}={value!r:.100} is not UTF-8 text; write it as UTF-8", name)
     if not RATES[0] <= given.get("rate", RATES[0]) <= RATES[1]:
         raise Refusal(400, f"rate={given['rate']}; expected {RATES[0]} to {RATES[1]} Hz", "rate")
     return given, b""

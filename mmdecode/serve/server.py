@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -27,6 +28,9 @@ class DrainingServer(uvicorn.Server):
     New requests are refused meanwhile, and open streams are finished: what was said is transcribed.
     A second signal ends the server at once.
 
+    Connections on which nothing happens are closed: those that bring no whole request in time, and
+    those whose clients do not read what is left for them, for which uvicorn waits for ever.
+
     Args:
         config: Configuration of uvicorn.
         gate: Counts what is being served.
@@ -37,6 +41,31 @@ class DrainingServer(uvicorn.Server):
         super().__init__(config)
         self._gate, self._service = gate, service
         self._tasks: set[asyncio.Task[None]] = set()
+        self._still: dict[tuple[Any, Any], float] = {}
+
+    async def on_tick(self, counter: int) -> bool:
+        """Looks after connections every second; called by uvicorn ten times as often."""
+        if counter % 10 == 0:
+            self._abort_still(time.monotonic())
+        return await super().on_tick(counter)
+
+    def _abort_still(self, now_s: float) -> None:
+        """Aborts connections that have been in the same state for too long.
+
+        A connection that is being closed waits for its client to read the rest; another one that
+        has answered its last request, or had none, for the next request to be whole.
+        """
+        limits, before, self._still = self._service.limits, self._still, {}
+        for connection in list(self.server_state.connections):
+            transport, state = connection.transport, getattr(connection, "cycle", True)
+            most_s = limits.receive_s + 1  # uvicorn itself ends many of these a second earlier
+            if transport.is_closing():
+                state, most_s = transport.get_write_buffer_size(), limits.send_s
+            elif state is not None and not getattr(state, "response_complete", False):
+                continue
+            since_s = self._still[connection, state] = before.get((connection, state), now_s)
+            if now_s - since_s > most_s:
+                transport.abort()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begins to end; called by uvicorn's handler of signals."""
@@ -111,8 +140,10 @@ def serve(
         access_log=False,
         server_header=False,
         ws_max_size=1 << 20,
-        ws_ping_interval=limits.receive_s,
-        ws_ping_timeout=limits.send_s,
+        # a client whose stream waits is not read, and neither is its answer to a ping; one that has
+        # gone is noticed since it sends nothing for receive_s
+        ws_ping_interval=None,
+        ws_ping_timeout=None,
         timeout_keep_alive=int(max(1, limits.receive_s)),
         h11_max_incomplete_event_size=_MOST_HEADERS,
         backlog=limits.connections,
