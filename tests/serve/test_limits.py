@@ -260,6 +260,17 @@ def test_an_error_of_the_server_is_answered_and_logged_without_its_message(caplo
     assert "my-secret-words" not in caplog.text + "".join(capfd.readouterr())
 
 
+def test_small_answers_are_not_held_back(server):
+    """TCP waits 40 ms for the acknowledgement of a header before it sends a body."""
+    with httpx.Client(base_url=server.url) as client:
+        spent = []
+        for _ in range(20):
+            began = time.monotonic()
+            client.get("/healthz")
+            spent.append(time.monotonic() - began)
+    assert sorted(spent)[10] < 0.03
+
+
 def test_limits_are_positive_and_refusals_say_their_kind():
     with pytest.raises(OptionError, match="queue=0"):
         Limits(queue=0)
