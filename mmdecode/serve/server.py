@@ -52,15 +52,15 @@ class DrainingServer(uvicorn.Server):
     def _abort_still(self, now_s: float) -> None:
         """Aborts connections that have been in the same state for too long.
 
-        A connection that is being closed waits for its client to read the rest; another one that
-        has answered its last request, or had none, for the next request to be whole.
+        A connection waits for its client to read, as long as there is something left to send;
+        and one that has answered its last request, or had none, for the next one to be whole.
         """
         limits, before, self._still = self._service.limits, self._still, {}
         for connection in list(self.server_state.connections):
             transport, state = connection.transport, getattr(connection, "cycle", True)
             most_s = limits.receive_s + 1  # uvicorn itself ends many of these a second earlier
-            if transport.is_closing():
-                state, most_s = transport.get_write_buffer_size(), limits.send_s
+            if unsent := transport.get_write_buffer_size():
+                state, most_s = unsent, limits.send_s
             elif state is not None and not getattr(state, "response_complete", False):
                 continue
             since_s = self._still[connection, state] = before.get((connection, state), now_s)
