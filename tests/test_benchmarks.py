@@ -1,15 +1,18 @@
 """Benchmarks are tried on toys or on a clip; pages show what their result files hold."""
 
 import argparse
+import asyncio
+import contextlib
 import importlib
 import json
 import os
 import re
+import struct
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -201,7 +204,8 @@ MARKED = {
     "drafters.md": "tables", "guidance_cost.md": "tables",
     "guided_drafts.md": "tables", "hallucination.md": "tables", "image_speed.md": "tables",
     "real_speech.md": "tables", "real_sizes.md": "tables",
-    "streaming.md": "tables", "vlm_speed.md": "tables", "results.md": "measured",
+    "serve.md": "tables", "streaming.md": "tables", "vlm_speed.md": "tables",
+    "results.md": "measured",
 }  # fmt: skip
 
 
@@ -639,6 +643,110 @@ def test_a_set_of_the_hub_becomes_a_manifest(call, monkeypatch, tmp_path):
     assert entries[0].speaker == "7" and abs(entries[0].duration_s - clip.duration_s) < 0.01
     assert Path(entries[1].audio).read_bytes() == clip.path.read_bytes()
     assert Path(entries[1].audio).suffix == ".ogg"
+
+
+# The server
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_server_is_measured_in_every_part(call, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- tables -->\n<!-- end of tables -->\n")
+    words = ["--limit", "3", "--repeats", "1", "--clients", "2", "--streams", "1", "2"]
+    words += ["--seconds", "3", "--requests", "12", "--readers", "4", "--patience", "2"]
+    words += ["--uploads", "40", "--out", str(tmp_path)]
+    call("serve", *words, "--parts", "files", "overload", "hostile")
+    (path,) = tmp_path.glob("serve-cpu-*.json")
+    words += ["--onto", str(path), "--page", str(page)]
+    call("serve", *words, "--parts", "capacity", "vanish", "slow")
+    parts = {name: one["rows"] for name, one in json.loads(path.read_text())["parts"].items()}
+    assert [*parts] == ["files", "capacity", "overload", "vanish", "slow", "hostile"]
+    assert all(row["median_s"] > 0 for row in parts["files"] if row["way"] == "server")
+    for row in [*parts["capacity"], *parts["overload"]]:
+        assert row["matched"] > 0 and row["delay_s"] > 0 and row["equal"] == 1
+    assert [row["streams"] for row in parts["capacity"]] == [1, 2]
+    assert parts["vanish"][0]["clients"] == 9 and parts["vanish"][0]["memory_mb"][0] > 100
+    *kinds, total = parts["hostile"]
+    assert total["uploads"] == sum(row["uploads"] for row in kinds) == 40
+    assert total["statuses"]["400"] > 10 and total["children"] >= 1
+    text = page.read_text()
+    assert path.name in text and "All that has to hold, held." in text
+
+
+def test_what_does_not_hold_is_named_and_ends_the_benchmark_of_the_server(
+    benchmarks, monkeypatch, tmp_path, capsys
+):
+    shown, script = importlib.import_module("serve_tables"), importlib.import_module("serve")
+    vanished = {"clients": 20, "requests": 500, "vanished": 20, "wrong": 0, "stuck": 0}
+    vanished |= {"memory_mb": [900, 990], "grown_percent": 10.0, "grown_counts": True}
+    kept = {"held": 1, "held_counts": True, "clients": 32}
+    facts = dict.fromkeys(("command", "model", "draft", "chat_model", "device", "cores"), "x")
+    facts |= dict.fromkeys(("threads", "dtype", "torch", "transformers", "date"), "x")
+
+    def result(row, part="vanish"):
+        own = {"rows": [row], "load": [0.1, 0.2]}
+        return {"machine": facts, "parts": {part: own}}
+
+    assert shown.missed(result(vanished)) == ["vanish, 20 clients: memory grew by 10.0 %"]
+    assert shown.missed(result(vanished | {"grown_counts": False})) == []
+    assert shown.missed(result(vanished | {"grown_percent": 5.0})) == []
+    for name, words in shown.NONE_OF.items():
+        found = shown.missed(result({"kind": "all", name: 3}, "hostile"))
+        assert found == [f"hostile, all: 3 {words}"]
+    assert "not closed" in shown.missed(result(kept, "slow"))[0]
+    assert shown.missed(result(kept | {"held_counts": False}, "slow")) == []
+    path = tmp_path / "serve.json"
+    for row, code in ((vanished, 1), (vanished | {"grown_percent": 1.0}, 0)):
+        path.write_text(json.dumps(result(row)))
+        words = ["serve.py", "--result", str(path), "--out", str(tmp_path / "none")]
+        monkeypatch.setattr(sys, "argv", words)
+        with pytest.raises(SystemExit) if code else contextlib.nullcontext() as ended:
+            script.main()
+        assert ended is None or ended.value.code == 1
+        written = capsys.readouterr()
+        assert ("MISSED: vanish, 20 clients: memory grew" in written.out) == bool(code)
+        assert ("MISSED" in written.err) == bool(code)
+
+
+def test_hostile_uploads_are_the_same_each_time_and_of_every_kind(benchmarks):
+    made = importlib.import_module("serve_uploads")
+    from PIL import Image
+
+    clip = speech_test()[3]
+
+    def uploads(count, seed):
+        image = Image.new("RGB", (64, 64), "red")
+        return list(made.uploads(count, clip, image, ["http://127.0.0.1:1/a"], seed))
+
+    first = uploads(300, 0)
+    assert first == uploads(300, 0) and first[:50] != uploads(50, 1)
+    assert {one.kind for one in first} == set(made.MIX)
+    assert all(len(one.data) < 1 << 22 for one in first)
+    assert sum(b"127.0.0.1:1" in one.data for one in first if one.kind == "playlist") > 5
+    harmful = [data for way, data in made.bombs() if way == "image"]
+    assert any(struct.pack(">II", 20_000, 20_000) in data for data in harmful)
+
+
+def test_a_text_of_another_client_is_noticed(benchmarks, monkeypatch):
+    clients = importlib.import_module("serve_clients")
+    own = [(bytes([number]), f"text {number}") for number in range(4)]
+
+    class Client:
+        async def aclose(self):
+            pass
+
+    server = SimpleNamespace(client=Client)
+
+    async def answered(http, data, pieces=False):
+        await asyncio.sleep(0.001)
+        return 200, f"text {data[0] + wrong}"
+
+    monkeypatch.setattr(clients, "transcribed", answered)
+    for wrong in (0, 1):
+        row = asyncio.run(clients.vanishing(server, own, 400, 0))
+        assert row["wrong"] == wrong * (400 - row["vanished"]) and 5 < row["vanished"] < 40
+        assert row["unanswered"] == row["failed"] == 0
 
 
 # Real speech

@@ -17,7 +17,7 @@ from mmdecode.runs.console import console, print_line, without_other_bars
 
 PANELS = {
     "Options": "model draft chat_model chat_draft host port key_file device",
-    "Decoding": "guide accept chat_guide batch_size dtype quantize seed trust_remote_code",
+    "Decoding": "guide accept chat_guide batch_size prompt_cache dtype quantize seed",
     "Clients": "names json",
     "Limits": "max_upload_mb max_duration max_queue max_streams max_connections rate timeout",
 }
@@ -42,6 +42,7 @@ def command(
     key_file: Path | None = None,
     names: list[str] | None = None,
     batch_size: flags.AtLeast1 = 8,
+    prompt_cache: flags.Bytes = 2**30,
     max_upload_mb: flags.AtLeast1 = 100,
     max_duration: flags.Seconds = 4 * 3600.0,
     max_queue: flags.AtLeast1 = 128,
@@ -193,6 +194,7 @@ def _service(given: dict[str, Any], limits: Any) -> Any:
             guide=given["chat_guide"],
             **flags.picked(given, "device dtype quantize seed"),
         )
+        answerer.prompt_cache.max_bytes = given["prompt_cache"]
     metrics, size = Metrics(), given["batch_size"]
     return Service(
         limits=limits,
