@@ -36,7 +36,7 @@ class Asked:
         notify: Function that takes them.
 
     Attributes:
-        cancelled: Whether nobody waits for it any more.
+        cancelled: Whether nobody waits for more of it.
     """
 
     def __init__(
@@ -148,15 +148,11 @@ class AnswerWorker:
                 if index not in done:
                     one.notify("", failed_answer(one.request, failed))
 
-    def _in_pieces(self, answerer: Answerer, asked: Asked) -> Answer | None:
-        """Hands on an answer piece by piece; returns it, or ``None`` if nobody waits any more."""
-        pieces = answerer.pieces(asked.request, **vars(asked.options))
-        try:
-            while not asked.cancelled:
-                try:
-                    asked.notify(next(pieces), None)
-                except StopIteration as end:
-                    return end.value
-        finally:
-            pieces.close()
-        return None
+    def _in_pieces(self, answerer: Answerer, asked: Asked) -> Answer:
+        """Hands on an answer piece by piece, until nobody waits for more; returns it."""
+        pieces = answerer.pieces(asked.request, lambda: not asked.cancelled, **vars(asked.options))
+        while True:
+            try:
+                asked.notify(next(pieces), None)
+            except StopIteration as end:
+                return end.value

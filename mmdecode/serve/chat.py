@@ -130,9 +130,7 @@ def routes(service: Service) -> APIRouter:
             while answer is None:
                 piece, answer = await channel.get_for(request.receive, until_s)
                 stopping.add(piece)
-                if stopping.stopped and body.stops:
-                    asked.cancelled = True
-                    break
+                asked.cancelled = stopping.stopped  # then the answer ends with the round at hand
         finally:
             asked.cancelled = True
         return JSONResponse(_completion(service, body, about, answer, stopping))
@@ -180,14 +178,12 @@ class Stopping:
         return self._text
 
 
-def _finish_reason(answer: Answer | None, stopping: Stopping) -> str:
-    return "stop" if stopping.stopped or answer is None or answer.ended else "length"
+def _finish_reason(answer: Answer, stopping: Stopping) -> str:
+    return "stop" if stopping.stopped or answer.ended else "length"
 
 
-def _usage(answer: Answer | None) -> dict[str, int] | None:
-    """Counts of tokens; ``None``: the answer was ended by a text, and its tokens not counted."""
-    if answer is None:
-        return None
+def _usage(answer: Answer) -> dict[str, int]:
+    """Counts of tokens; a text that ended the answer is counted, as it was decoded."""
     counts = {
         "prompt_tokens": answer.prompt_tokens,
         "completion_tokens": len(answer.token_ids),
@@ -199,15 +195,14 @@ def _completion(
     service: Service,
     body: Body,
     about: Mapping[str, Any],
-    answer: Answer | None,
+    answer: Answer,
     stopping: Stopping,
 ) -> dict[str, Any]:
     """Returns the answer to a request, whole."""
-    if answer is not None and answer.error is not None:
+    if answer.error is not None:
         raise refusal_of_failure(answer.error, answer.kind)
-    if answer is not None:
-        service.metrics.tokens(answer.prompt_tokens, len(answer.token_ids))
-    text = stopping.text if body.stops or answer is None else answer.text
+    service.metrics.tokens(answer.prompt_tokens, len(answer.token_ids))
+    text = stopping.text if body.stops else answer.text
     choice = {
         "index": 0,
         "message": {"role": "assistant", "content": text.strip(), "refusal": None},
@@ -239,7 +234,7 @@ async def _chunks(
     stopping, answer, begun = Stopping(body.stops), None, False
     try:
         yield chunk({"role": "assistant", "content": ""})
-        while answer is None and not stopping.stopped:
+        while answer is None:
             piece, answer = await channel.get()
             if answer is not None and answer.error is not None:
                 yield event(refusal_of_failure(answer.error, answer.kind).body)
@@ -249,10 +244,9 @@ async def _chunks(
             begun = begun or bool(new)
             if new:
                 yield chunk({"content": new})
-        asked.cancelled = True
+            asked.cancelled = stopping.stopped
         yield chunk({}, _finish_reason(answer, stopping))
-        if answer is not None:
-            service.metrics.tokens(answer.prompt_tokens, len(answer.token_ids))
+        service.metrics.tokens(answer.prompt_tokens, len(answer.token_ids))
         if body.usage:
             whole = {**about, "object": "chat.completion.chunk", "choices": []}
             yield event({**whole, "usage": _usage(answer)})

@@ -12,13 +12,40 @@ from mmdecode.errors import InputError, MissingExtraError
 
 with MissingExtraError.instead("the server needs uvicorn", extra="serve"):
     import uvicorn
+    from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mmdecode.serve.app import make_app, watch
 from mmdecode.serve.limits import Gate
 from mmdecode.serve.service import Service
 
+MOST_IDLE = 1000
+"""Connections that may be open without a request."""
 _LOOK_S = 0.1  # seconds between two looks at what is still being served
 _MOST_HEADERS = 64 << 10
+
+
+class Connection(H11Protocol):
+    """A connection, which is closed if it brings no request, or no whole head of one, in time."""
+
+    _is_idle = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begins to look at whether it is used."""
+        super().connection_made(transport)
+        if len(self.connections) > MOST_IDLE + self.config.backlog:
+            transport.abort()
+            return
+        self._look()
+
+    def _look(self) -> None:
+        if self.transport.is_closing() or self.transport.get_protocol() is not self:
+            return  # it has ended, or is a websocket
+        serving = self.cycle is not None and not self.cycle.response_complete
+        if self._is_idle and not serving:
+            self.transport.close()
+            return
+        self._is_idle = not serving
+        self.loop.call_later(self.timeout_keep_alive, self._look)
 
 
 class DrainingServer(uvicorn.Server):
@@ -72,12 +99,12 @@ def bound(host: str, port: int) -> socket.socket:
     Raises:
         InputError: It cannot.
     """
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.socket(family)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
     except OSError as error:
+        listener.close()
         raise InputError(
             f"cannot listen at {host}:{port}: {error.strerror}; choose another --port or --host"
         ) from error
@@ -109,6 +136,8 @@ def serve(
         gate,
         log_level="warning",
         access_log=False,
+        http=Connection,
+        proxy_headers=False,  # else a client of this machine could say that it is another
         server_header=False,
         ws_max_size=1 << 20,
         ws_ping_interval=limits.receive_s,

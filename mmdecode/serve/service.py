@@ -32,7 +32,7 @@ ASKED = InputError, OptionError, UnknownNameError, IncompatibleError, MissingExt
 
 @dataclass(kw_only=True)
 class Service:
-    """What the endpoints share.
+    """Models, workers and settings that the endpoints share.
 
     Attributes:
         limits: The limits.

@@ -6,11 +6,11 @@ import threading
 import time
 
 import httpx
-from mmdecode.serve.media import MediaDecoder
 
 from mmdecode.asr.transcriber import Transcriber
 from mmdecode.serve.answers import AnswerWorker
 from mmdecode.serve.limits import Gate, Limits
+from mmdecode.serve.media import MediaDecoder
 from mmdecode.serve.metrics import Metrics
 from mmdecode.serve.server import bound, serve
 from mmdecode.serve.service import Service
@@ -49,6 +49,10 @@ class Running:
     @property
     def socket_url(self):
         return self.url.replace("http", "ws") + "/v1/audio/stream"
+
+    def paths(self):
+        """Paths of the application, those of websockets not counted."""
+        return set(self.gate.app.openapi()["paths"])
 
     def values(self):
         """Metrics by name and labels."""

@@ -184,7 +184,7 @@ def test_what_nobody_waits_for_is_ended():
         assert not fed.found["long"][1].is_set() and fed.worker.decoding == 0
 
 
-def test_an_error_of_a_batch_is_said_to_all_of_it_and_the_worker_goes_on(monkeypatch):
+def test_an_error_of_a_batch_reaches_all_of_it_and_the_worker_goes_on(monkeypatch):
     with Fed() as fed:
         kind = type(fed.worker.transcriber)
         steps = kind.stream_windows

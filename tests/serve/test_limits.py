@@ -112,7 +112,29 @@ def test_a_body_that_does_not_come_times_out_and_frees_its_connection(server):
     assert server.is_idle()
 
 
-def test_a_full_queue_is_said(server, monkeypatch):
+def test_a_head_that_does_not_come_closes_its_connection(server):
+    """Also the second one of a connection; one that is used goes on."""
+    host, port = server.url.partition("//")[2].split(":")
+    get = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    for first in (b"", get):
+        with socket.create_connection((host, int(port)), 10) as connection:
+            connection.sendall(first)
+            began = time.monotonic()
+            while time.monotonic() - began < 8:
+                with contextlib.suppress(TimeoutError):
+                    connection.settimeout(0.3)
+                    if connection.recv(1 << 16) == b"":
+                        break
+                with contextlib.suppress(OSError):
+                    connection.sendall(b"G" if time.monotonic() - began < 0.5 else b"")
+            assert time.monotonic() - began < 6
+    with httpx.Client() as client:
+        for _ in range(4):
+            assert client.get(f"{server.url}/healthz").status_code == 200
+            time.sleep(0.4)
+
+
+def test_a_full_queue_is_refused(server, monkeypatch):
     monkeypatch.setattr(server.service.speech, "_next_batch", lambda: None)  # nothing is decoded
 
     async def ask():
