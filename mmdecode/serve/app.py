@@ -24,10 +24,10 @@ LOG = logging.getLogger("mmdecode.serve")
 _TEXT = "text/plain; version=0.0.4; charset=utf-8"
 _PAGE_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "worker-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "img-src 'self'; worker-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _KINDS = {"page.html": "text/html", "page.js": "text/javascript", "page.css": "text/css"}
-_KINDS["recorder.js"] = "text/javascript"
+_KINDS |= {"recorder.js": "text/javascript", "icon.svg": "image/svg+xml"}
 
 
 def make_app(service: Service) -> FastAPI:

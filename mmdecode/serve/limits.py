@@ -8,6 +8,7 @@ of connections of each client, and the size and pace of what is received and sen
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import json
 import re
@@ -28,6 +29,8 @@ OPEN = re.compile(r"/|/healthz|/assets/[^/]+")
 """Paths that need no key: the page, which sends one itself, and what a load balancer asks."""
 POLICY_VIOLATION, TRY_AGAIN = 1008, 1013
 """Close codes of a websocket that is refused (RFC 6455, and IANA's registry)."""
+LINGER_S = 2.0
+"""Seconds in which the rest of a refused request is read: before, browsers read no answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,7 +308,7 @@ async def _refuse(scope: Any, receive: Receive, send: Send, refusal: Refusal) ->
     body = json.dumps(refusal.body).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     headers += [(name.encode(), value.encode()) for name, value in refusal.headers.items()]
-    headers.append((b"connection", b"close"))  # what is left of the body is not read
+    headers.append((b"connection", b"close"))
     kind = "http"
     if scope["type"] == "websocket":
         if "websocket.http.response" not in scope.get("extensions", {}):
@@ -314,4 +317,14 @@ async def _refuse(scope: Any, receive: Receive, send: Send, refusal: Refusal) ->
             return
         kind = "websocket.http"
     await send({"type": f"{kind}.response.start", "status": refusal.status, "headers": headers})
-    await send({"type": f"{kind}.response.body", "body": body})
+    await send({"type": f"{kind}.response.body", "body": body, "more_body": kind == "http"})
+    if kind == "http":
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(_skip(receive), LINGER_S)
+        await send({"type": f"{kind}.response.body", "body": b""})
+
+
+async def _skip(receive: Receive) -> None:
+    """Receives the rest of a request, and drops it."""
+    while (await receive()).get("more_body", False):
+        pass

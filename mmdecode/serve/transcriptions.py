@@ -81,9 +81,8 @@ async def _answer(service: Service, request: Request, task: str) -> Response:
     channel: Channel[Found] = Channel()
     options = await asyncio.to_thread(_options, worker, form)
     try:
-        samples = await asyncio.to_thread(
-            service.media.samples, form.data, worker.transcriber.sampling_rate
-        )
+        rate = worker.transcriber.sampling_rate
+        samples = await asyncio.to_thread(service.media.samples, form.data, rate, name="file")
         asked = worker.submit(samples, options, lambda *found: channel.put(found))
     except MMDecodeError as error:
         raise refusal_of(error) from error

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import http.client
+import json
 import socket
 import time
 
@@ -86,6 +87,21 @@ def test_requests_that_are_too_large_are_not_read(server):
     kind = {"content-type": "multipart/form-data; boundary=x"}
     with contextlib.suppress(httpx.HTTPError):  # it may be closed while the rest is being sent
         assert httpx.post(url, content=chunks(), **with_key(**kind)).status_code == 413
+    assert server.is_idle()
+
+
+@pytest.mark.parametrize("size", [0, 4 << 20], ids=["nothing", "all"])
+def test_a_refusal_is_read_by_a_client_that_sends_all_or_nothing_of_its_body_first(server, size):
+    host, port = server.url.partition("//")[2].split(":")
+    with socket.create_connection((host, int(port)), 10) as connection:
+        connection.sendall(
+            f"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {KEY}"
+            f"\r\nContent-Length: {4 << 20}\r\n\r\n".encode()
+        )
+        connection.sendall(bytes(size))
+        found = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    head, _, body = found.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 413") and "MiB" in json.loads(body)["error"]["message"]
     assert server.is_idle()
 
 
