@@ -85,6 +85,8 @@ class _Connection:
     async def run(self) -> None:
         """Serves the stream from its first message to its last words."""
         first = await self._message()
+        if first is None:
+            raise Refusal(408, f"nothing was received for {self._service.limits.receive_s:g} s")
         given, data = _start(first)
         self._refuse_unknown_key(given)
         worker = self._service.speech_for(given.get("model", (*self._service.speech_names, "")[0]))
@@ -103,18 +105,13 @@ class _Connection:
             raise refusal_of(error) from error
         sending = asyncio.create_task(self._send_updates())
         receiving = asyncio.create_task(self._receive_audio(stream, data))
-        draining = asyncio.create_task(self._service.drained.wait())
         try:
-            await asyncio.wait((sending, receiving, draining), return_when=asyncio.FIRST_COMPLETED)
-            if draining.done() and not (sending.done() or receiving.done()):
-                receiving.cancel()
-                await self._socket.send_json({"type": "closing"})
-                stream.finish()
-            if receiving.done() and not receiving.cancelled():
+            await asyncio.wait((sending, receiving), return_when=asyncio.FIRST_COMPLETED)
+            if receiving.done():
                 receiving.result()
             await sending
         finally:
-            for task in (sending, receiving, draining):
+            for task in (sending, receiving):
                 task.cancel()
             if not stream.stream.ended:
                 stream.leave()
@@ -129,18 +126,26 @@ class _Connection:
                 code="invalid_api_key",
             )
 
-    async def _message(self) -> str | bytes:
-        """Returns the next message.
+    async def _message(self) -> str | bytes | None:
+        """Returns the next message; ``None``: there is none in time, or the server ends.
 
         Raises:
             WebSocketDisconnect: The client has gone.
-            Refusal: It sends nothing, or too much at once.
         """
+        getting = asyncio.ensure_future(self._socket.receive())
+        draining = asyncio.ensure_future(self._service.drained.wait())
         try:
-            message = await asyncio.wait_for(self._socket.receive(), self._service.limits.receive_s)
-        except TimeoutError:
-            seconds = self._service.limits.receive_s
-            raise Refusal(408, f"nothing was received for {seconds:g} s") from None
+            await asyncio.wait(
+                (getting, draining),
+                timeout=self._service.limits.receive_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if not getting.done():
+                return None
+            message = getting.result()
+        finally:
+            getting.cancel()
+            draining.cancel()
         if message["type"] == "websocket.disconnect":
             raise WebSocketDisconnect(message.get("code") or 1005)
         found: str | bytes | None = message.get("bytes")
@@ -151,20 +156,16 @@ class _Connection:
     async def _receive_audio(self, stream: LiveStream, data: bytes) -> None:
         """Feeds the stream until the client ends it."""
         await self._feed(stream, data)
-        while True:
-            try:
-                message = await self._message()
-            except Refusal as refusal:
-                if refusal.status != 408:
-                    raise
-                break  # what was said so far is transcribed
+        while (message := await self._message()) is not None:
             if isinstance(message, bytes):
                 await self._feed(stream, message)
                 continue
             if _json(message).get("type") != "finish":
                 raise Refusal(400, f"message {message[:100]!r}; expected samples or 'finish'")
             break
-        await self._feed(stream, b"", last=True)
+        if self._service.drained.is_set():
+            await self._socket.send_json({"type": "closing"})
+        await self._feed(stream, b"", last=True)  # all that came is transcribed
         stream.finish()
 
     async def _feed(self, stream: LiveStream, data: bytes, last: bool = False) -> None:
