@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import hmac
 import json
+import logging
 import re
 import time
 from collections import Counter
@@ -25,10 +26,15 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Any, Receive, Send], Awaitable[None]]
 
+LOG = logging.getLogger("mmdecode.serve")
 OPEN = re.compile(r"/|/healthz|/assets/[^/]+")
 """Paths that need no key: the page, which sends one itself, and what a load balancer asks."""
 POLICY_VIOLATION, TRY_AGAIN = 1008, 1013
 """Close codes of a websocket that is refused (RFC 6455, and IANA's registry)."""
+KNOWN, ADMIT = "mmdecode.key_known", "mmdecode.admit"
+"""Keys of a scope: whether the key is known, and the function to call once it is."""
+UNTIL, LATER = "mmdecode.until_s", "mmdecode.later"
+"""Keys of a scope: the end of its time on the monotonic clock, and functions called at its end."""
 LINGER_S = 2.0
 """Seconds in which the rest of a refused request is read: before, browsers read no answer."""
 
@@ -51,6 +57,10 @@ class Limits:
         send_s: Seconds in which a client reads what was sent.
         request_s: Seconds until a request has to be answered.
         waiting_s: Seconds of audio of a stream that wait for decoding, before it is read on.
+        memory_bytes: Bytes of uploads and decoded audio of all requests.
+        answer_tokens: Tokens of an answer.
+        text: Characters of a conversation.
+        strangers: Websockets whose key is not known yet.
 
     Raises:
         OptionError: A limit is not positive.
@@ -69,6 +79,10 @@ class Limits:
     send_s: float = 30.0
     request_s: float = 900.0
     waiting_s: float = 30.0
+    memory_bytes: int = 4 << 30
+    answer_tokens: int = 4096
+    text: int = 200_000
+    strangers: int = 16
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -111,6 +125,44 @@ class Refusal(Exception):
         """Headers of the answer."""
         found = {} if self.retry_s is None else {"Retry-After": str(max(1, round(self.retry_s)))}
         return found | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
+
+
+def close_reason(refusal: Refusal) -> str:
+    """Returns the reason of a close frame, which has room for 123 bytes."""
+    return str(refusal).encode(errors="replace")[:120].decode(errors="ignore")
+
+
+class Budget:
+    """Memory that requests may hold together.
+
+    Args:
+        most: Bytes of all of them.
+
+    Attributes:
+        held: Bytes that are held.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most, self.held = most, 0
+
+    def take(self, count: int) -> None:
+        """Takes bytes; called in the event loop alone.
+
+        Raises:
+            Refusal: There are not as many.
+        """
+        if self.held + count > self._most:
+            raise Refusal(
+                503,
+                "the server has no memory for this now; send it again later, or less at once",
+                code="overloaded",
+                retry_s=5,
+            )
+        self.held += count
+
+    def give_back(self, count: int) -> None:
+        """Gives bytes back."""
+        self.held -= count
 
 
 class Rates:
@@ -171,6 +223,8 @@ class Gate:
         self.app, self.limits, self.hosts, self._count = app, limits, hosts, count
         self._key = None if key is None else key.encode()
         self.active, self.draining = 0, False
+        self.budget = Budget(limits.memory_bytes)
+        self._strangers = 0
         self._of_client: Counter[str] = Counter()
         self._rates = Rates(limits.rate)
 
@@ -189,8 +243,7 @@ class Gate:
             await self._admitted(scope, receive, noted)
         finally:
             if scope["type"] == "http":
-                endpoint = getattr(scope.get("route"), "path", "none")
-                self._count(endpoint, status, time.monotonic() - began)
+                self._count(_endpoint(scope), status, time.monotonic() - began)
 
     async def _admitted(self, scope: Any, receive: Receive, send: Send) -> None:
         client = (scope.get("client") or ("unknown",))[0]
@@ -199,11 +252,22 @@ class Gate:
             self._check(scope, client, headers)
         except Refusal as refusal:
             return await _refuse(scope, receive, send, refusal)
+        stranger = scope.get(KNOWN) is False
         self.active += 1
+        self._strangers += stranger
         self._of_client[client] += 1
+
+        def admit() -> None:
+            nonlocal stranger
+            self._strangers -= stranger
+            stranger = False
+
+        scope[ADMIT], scope[LATER] = admit, [admit]
         try:
             await self._serve(scope, receive, send)
         finally:
+            for call in scope[LATER]:
+                call()
             self.active -= 1
             self._of_client[client] -= 1
             if not self._of_client[client]:
@@ -239,7 +303,9 @@ class Gate:
                 "no valid key; send the header 'Authorization: Bearer KEY'",
                 code="invalid_api_key",
             )
-        scope["mmdecode.key_known"] = not later or self._key is None
+        scope[KNOWN] = not later or self._key is None
+        if not scope[KNOWN] and self._strangers >= self.limits.strangers:
+            raise Refusal(503, "too many clients without a key; send the header", retry_s=1)
         if wait_s := self._rates.take(client):
             raise Refusal(429, "too many requests a minute from this address", retry_s=wait_s)
         if self._of_client[client] >= self.limits.connections_of_client:
@@ -265,17 +331,20 @@ class Gate:
         """Runs the application, with limits on what is received and sent."""
         limits, socket = self.limits, scope["type"] == "websocket"
         received, whole, answered = 0, False, False
+        until_s = scope[UNTIL] = time.monotonic() + limits.request_s
 
         async def limited_receive() -> Message:
             nonlocal received, whole
             if whole or socket:  # after the body, only the end of the connection is waited for
                 return await receive()
+            left_s = min(limits.receive_s, until_s - time.monotonic())
             try:
-                message = await asyncio.wait_for(receive(), limits.receive_s)
+                message = await asyncio.wait_for(receive(), max(0.0, left_s))
             except TimeoutError:
                 raise Refusal(
-                    408, f"nothing was received for {limits.receive_s:g} s; send the body at once"
+                    408, f"nothing was received for {left_s:.3g} s; send the body at once"
                 ) from None
+            self.budget.take(len(message.get("body", b"")))
             received += len(message.get("body", b""))
             whole = not message.get("more_body", False)
             if received > limits.upload_bytes:
@@ -295,6 +364,18 @@ class Gate:
                 await _refuse(scope, receive, send, refusal)
         except (TimeoutError, ConnectionError):  # a client that does not read, or has gone
             return
+        except Exception as error:
+            # neither its message nor the values of its traceback are logged: they may be a client's
+            LOG.error("%s at %s: a bug of the server", type(error).__name__, _endpoint(scope))
+            if not answered:
+                own = Refusal(500, "the server failed", code="internal_error")
+                await _refuse(scope, receive, send, own)
+        finally:
+            self.budget.give_back(received)
+
+
+def _endpoint(scope: Any) -> str:
+    return getattr(scope.get("route"), "path", "none")
 
 
 def _without_port(host: str) -> str:
@@ -313,7 +394,7 @@ async def _refuse(scope: Any, receive: Receive, send: Send, refusal: Refusal) ->
     if scope["type"] == "websocket":
         if "websocket.http.response" not in scope.get("extensions", {}):
             code = TRY_AGAIN if refusal.retry_s else POLICY_VIOLATION
-            await send({"type": "websocket.close", "code": code, "reason": str(refusal)[:120]})
+            await send({"type": "websocket.close", "code": code, "reason": close_reason(refusal)})
             return
         kind = "websocket.http"
     await send({"type": f"{kind}.response.start", "status": refusal.status, "headers": headers})

@@ -10,6 +10,7 @@ further until it has caught up; nothing is dropped.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Mapping
 from functools import partial
@@ -21,7 +22,14 @@ from fastapi import APIRouter, WebSocket, WebSocketDisconnect
 from mmdecode.asr.results import Failure
 from mmdecode.asr.streaming import Update
 from mmdecode.errors import MMDecodeError, OptionError, OverloadError
-from mmdecode.serve.limits import POLICY_VIOLATION, TRY_AGAIN, Refusal
+from mmdecode.serve.limits import (
+    ADMIT,
+    KNOWN,
+    POLICY_VIOLATION,
+    TRY_AGAIN,
+    Refusal,
+    close_reason,
+)
 from mmdecode.serve.service import Channel, Service, refusal_of, refusal_of_failure
 from mmdecode.serve.speech import LiveStream
 
@@ -40,8 +48,9 @@ START = {
 """Fields of the first message with their types; all may be left out."""
 _OF_STREAM = ("language", "task", "prompt", "policy", "step_s", "word_timestamps", "vad")
 RATES = (8_000, 48_000)
-MOST_MESSAGE = 1 << 20
-"""Bytes of a message."""
+LEAST_STEP_S = 0.1
+STRANGER_S = 5.0
+"""Seconds in which a client without the header sends its key."""
 BAD, INTERNAL, GOING = 1007, 1011, 1001
 """Close codes: data that is not consistent, an error of the server, and the end of the server."""
 
@@ -61,7 +70,7 @@ def routes(service: Service) -> APIRouter:
             code = {401: POLICY_VIOLATION, 503: TRY_AGAIN}.get(refusal.status, BAD)
             code = INTERNAL if refusal.status == 500 else code
             await socket.send_json(refusal.body["error"] | {"type": "error"})
-            await socket.close(code, str(refusal)[:100])
+            await socket.close(code, close_reason(refusal))
 
     return router
 
@@ -84,9 +93,12 @@ class _Connection:
 
     async def run(self) -> None:
         """Serves the stream from its first message to its last words."""
-        first = await self._message()
+        wait_s = self._service.limits.receive_s
+        if not self._socket.scope[KNOWN]:
+            wait_s = min(wait_s, STRANGER_S)
+        first = await self._message(wait_s)
         if first is None:
-            raise Refusal(408, f"nothing was received for {self._service.limits.receive_s:g} s")
+            raise Refusal(408, f"nothing was received for {wait_s:g} s")
         given, data = _start(first)
         self._refuse_unknown_key(given)
         worker = self._service.speech_for(given.get("model", (*self._service.speech_names, "")[0]))
@@ -117,7 +129,7 @@ class _Connection:
                 stream.leave()
 
     def _refuse_unknown_key(self, given: Mapping[str, Any]) -> None:
-        known = self._socket.scope.get("mmdecode.key_known", False)
+        known = self._socket.scope[KNOWN]
         if not known and not self._service.knows_key(str(given.get("key", "")).encode()):
             raise Refusal(
                 401,
@@ -125,9 +137,13 @@ class _Connection:
                 "first message",
                 code="invalid_api_key",
             )
+        self._socket.scope[ADMIT]()
 
-    async def _message(self) -> str | bytes | None:
+    async def _message(self, wait_s: float) -> str | bytes | None:
         """Returns the next message; ``None``: there is none in time, or the server ends.
+
+        Args:
+            wait_s: Seconds to wait for it.
 
         Raises:
             WebSocketDisconnect: The client has gone.
@@ -137,7 +153,7 @@ class _Connection:
         try:
             await asyncio.wait(
                 (getting, draining),
-                timeout=self._service.limits.receive_s,
+                timeout=wait_s,
                 return_when=asyncio.FIRST_COMPLETED,
             )
             if not getting.done():
@@ -156,7 +172,8 @@ class _Connection:
     async def _receive_audio(self, stream: LiveStream, data: bytes) -> None:
         """Feeds the stream until the client ends it."""
         await self._feed(stream, data)
-        while (message := await self._message()) is not None:
+        wait_s = self._service.limits.receive_s
+        while (message := await self._message(wait_s)) is not None:
             if isinstance(message, bytes):
                 await self._feed(stream, message)
                 continue
@@ -166,7 +183,8 @@ class _Connection:
         if self._service.drained.is_set():
             await self._socket.send_json({"type": "closing"})
         await self._feed(stream, b"", last=True)  # all that came is transcribed
-        stream.finish()
+        with contextlib.suppress(OptionError):  # it has failed: the failure is sent
+            stream.finish()
 
     async def _feed(self, stream: LiveStream, data: bytes, last: bool = False) -> None:
         """Feeds samples; waits while too many of them wait for decoding."""
@@ -240,6 +258,9 @@ def _start(message: str | bytes) -> tuple[dict[str, Any], bytes]:
         kind: Any = (int, float) if START[name] is float else START[name]
         if not isinstance(value, kind) or (isinstance(value, bool) and START[name] is not bool):
             raise Refusal(400, f"{name}={value!r:.100}; expected {START[name].__name__}", name)
+    if given.get("step_s", LEAST_STEP_S) < LEAST_STEP_S:
+        least = f"expected {LEAST_STEP_S:g} or more seconds"
+        raise Refusal(400, f"step_s={given['step_s']}; {least}", "step_s")
     if not RATES[0] <= given.get("rate", RATES[0]) <= RATES[1]:
         raise Refusal(400, f"rate={given['rate']}; expected {RATES[0]} to {RATES[1]} Hz", "rate")
     return given, b""

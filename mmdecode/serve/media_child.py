@@ -228,7 +228,8 @@ def main(memory_bytes: int, most_pixels: int, time_limit_s: float) -> None:
         time_limit_s: Seconds that the parent gives an upload. A parent that has died kills nothing,
             so the system ends this process `GRACE_S` later.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):  # the server says when it is over
+        signal.signal(number, signal.SIG_IGN)
     requests, answers = take_pipes()
     load_readers(most_pixels)
     limit_memory(memory_bytes)

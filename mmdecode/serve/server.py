@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -27,7 +28,8 @@ _MOST_HEADERS = 64 << 10
 class Connection(H11Protocol):
     """A connection, which is closed if it brings no request, or no whole head of one, in time."""
 
-    _is_idle = False
+    _cycle: object = None  # at the last look
+    _unread = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begins to look at whether it is used."""
@@ -35,16 +37,23 @@ class Connection(H11Protocol):
         if len(self.connections) > MOST_IDLE + self.config.backlog:
             transport.abort()
             return
+        self._cycle = self
         self._look()
 
     def _look(self) -> None:
-        if self.transport.is_closing() or self.transport.get_protocol() is not self:
-            return  # it has ended, or is a websocket
-        serving = self.cycle is not None and not self.cycle.response_complete
-        if self._is_idle and not serving:
-            self.transport.close()
+        if self.transport.is_closing():
             return
-        self._is_idle = not serving
+        unread = self.transport.get_write_buffer_size()
+        if unread and unread == self._unread:  # the client does not read
+            self.transport.abort()
+            return
+        if self.transport.get_protocol() is self:  # else it is a websocket
+            serving = self.cycle is not None and not self.cycle.response_complete
+            if self._cycle is self.cycle and not serving:
+                self.transport.close()
+                return
+            self._cycle = self.cycle
+        self._unread = unread
         self.loop.call_later(self.timeout_keep_alive, self._look)
 
 
@@ -73,6 +82,7 @@ class DrainingServer(uvicorn.Server):
         """Begins to end; the second time, ends at once. May be called from any thread."""
         if self._gate.draining:
             self.force_exit = self.should_exit = True
+            threading.Thread(target=self._service.media.close, daemon=True).start()
             return
         self._gate.draining = True
         self._loop.call_soon_threadsafe(self._begin_to_end)
@@ -129,7 +139,7 @@ def serve(
         hand_on: Called with the server before it starts.
     """
     gate = gate_of(make_app(service))
-    service.knows_key = gate.knows
+    service.knows_key, service.budget = gate.knows, gate.budget
     watch(service, gate)
     limits = service.limits
     config = uvicorn.Config(

@@ -177,7 +177,11 @@ class Answerer:
         return collected(self.answers(asked, **options), single, on_error)
 
     def answers(
-        self, requests: Sequence[AnswerRequest], watch: Watch | None = None, **options: Any
+        self,
+        requests: Sequence[AnswerRequest],
+        watch: Watch | None = None,
+        wanted: Callable[[], bool] | None = None,
+        **options: Any,
     ) -> Iterator[Answer]:
         """Yields answers as their batches are decoded; a batch has questions of similar length.
 
@@ -186,16 +190,21 @@ class Answerer:
         Args:
             requests: Requests as `requests_of` returns them.
             watch: Error state that several calls of one job share; see `mmdecode.runs.items`.
+            wanted: Whether to go on with the answers at hand; asked after each round.
             **options: Fields of `AnswerOptions`.
 
         Raises:
             MMDecodeError: The configuration is wrong, so that all questions fail.
         """
         watch = Watch() if watch is None else watch
-        yield from watch.released(self._outcomes(requests, make_options(options), watch))
+        yield from watch.released(self._outcomes(requests, make_options(options), watch, wanted))
 
     def _outcomes(
-        self, requests: Sequence[AnswerRequest], settings: AnswerOptions, watch: Watch
+        self,
+        requests: Sequence[AnswerRequest],
+        settings: AnswerOptions,
+        watch: Watch,
+        wanted: Callable[[], bool] | None,
     ) -> Iterator[tuple[Answer, Failed | None]]:
         lengths = [tried(partial(self._length, request), MEMORY_HINT) for request in requests]
         asked = [*zip(requests, lengths, strict=True)]
@@ -214,7 +223,7 @@ class Answerer:
                     readable.append((request, question))
             for (request, _), found in each(
                 readable,
-                partial(self._batch, settings=settings),
+                partial(self._batch, settings=settings, wanted=wanted),
                 hint=MEMORY_HINT,
                 name=lambda one: one[0].id,
                 watch=watch,
@@ -293,7 +302,7 @@ class Answerer:
         Raises:
             InputError: The request cannot be answered.
         """
-        from transformers import StoppingCriteriaList, TextIteratorStreamer
+        from transformers import TextIteratorStreamer
 
         settings = make_options(options)
         asked = self._question(request, self._length(request)[1], settings)
@@ -308,9 +317,6 @@ class Answerer:
         answers: list[Answer] = []
         problems: list[BaseException] = []
 
-        def ended(ids: Tensor, scores: Any) -> bool:
-            return left.is_set() or not wanted()
-
         def run() -> None:
             try:
                 answers[:] = self._answers(
@@ -319,7 +325,7 @@ class Answerer:
                     inputs,
                     replace(settings, margins=False),
                     streamer=streamer,
-                    stopping_criteria=StoppingCriteriaList([ended]),
+                    stopping_criteria=_while(lambda: wanted() and not left.is_set()),
                 )
             except BaseException as problem:  # raised in the thread that reads the pieces
                 problems.append(problem)
@@ -337,11 +343,16 @@ class Answerer:
         return answers[0]
 
     def _batch(
-        self, asked: Sequence[tuple[AnswerRequest, Question]], settings: AnswerOptions
+        self,
+        asked: Sequence[tuple[AnswerRequest, Question]],
+        settings: AnswerOptions,
+        wanted: Callable[[], bool] | None = None,
     ) -> list[Answer]:
         """Answers a batch of questions."""
         requests, questions = zip(*asked, strict=True)
-        return self._answers(requests, questions, self._inputs(questions, settings), settings)
+        inputs = self._inputs(questions, settings)
+        more = {} if wanted is None else {"stopping_criteria": _while(wanted)}
+        return self._answers(requests, questions, inputs, settings, **more)
 
     def _answers(
         self,
@@ -461,6 +472,13 @@ class Answerer:
     def _text(self, tokens: list[int]) -> str:
         decode = self.processor.tokenizer.decode
         return decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False).strip()
+
+
+def _while(wanted: Callable[[], bool]) -> Any:
+    """Stopping criteria of ``generate`` that end all rows once they are not wanted."""
+    from transformers import StoppingCriteriaList
+
+    return StoppingCriteriaList([lambda ids, scores: not wanted()])
 
 
 @contextlib.contextmanager

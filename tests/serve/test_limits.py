@@ -151,7 +151,7 @@ def test_a_head_that_does_not_come_closes_its_connection(server):
 
 
 def test_a_full_queue_is_refused(server, monkeypatch):
-    monkeypatch.setattr(server.service.speech, "_next_batch", lambda: None)  # nothing is decoded
+    monkeypatch.setattr(server.service.speech, "_begin", lambda: time.sleep(0.01))
 
     async def ask():
         async with httpx.AsyncClient() as client:
@@ -177,7 +177,7 @@ def test_a_full_queue_is_refused(server, monkeypatch):
 
 def test_a_request_that_takes_too_long_is_ended(monkeypatch):
     with running(Limits(request_s=0.5), chat=False) as server:
-        monkeypatch.setattr(server.service.speech, "_next_batch", lambda: None)
+        monkeypatch.setattr(server.service.speech, "_begin", lambda: time.sleep(0.01))
         answer = transcribed(server)
         assert answer.status_code == 504 and answer.json()["error"]["code"] == "timeout"
         monkeypatch.undo()
@@ -228,6 +228,112 @@ def test_limits_are_positive_and_refusals_say_their_kind():
     assert Refusal(500, "a\nb").body["error"] == {
         "message": "a b", "type": "server_error", "param": None, "code": None,
     }  # fmt: skip
+
+
+def test_a_connection_that_is_used_is_kept(server):
+    """Also where no look at it meets a request."""
+    host, port = server.url.partition("//")[2].split(":")
+    get = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    with socket.create_connection((host, int(port)), 10) as connection:
+        for _ in range(30):
+            connection.sendall(get)
+            text = b""
+            while not text.endswith(b"}"):
+                text += connection.recv(1 << 16)
+                assert text
+            time.sleep(0.1)
+
+
+def test_a_body_that_trickles_has_as_much_time_as_any_request():
+    with running(Limits(request_s=1.0, receive_s=5.0), chat=False) as server:
+
+        def trickle():
+            yield b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
+            for _ in range(40):
+                time.sleep(0.1)
+                yield b"x"
+
+        began = time.monotonic()
+        kind = {"content-type": "multipart/form-data; boundary=x"}
+        url = f"{server.url}/v1/audio/transcriptions"
+        with contextlib.suppress(httpx.HTTPError):
+            assert httpx.post(url, content=trickle(), headers=kind).status_code == 408
+        assert server.is_idle() and time.monotonic() - began < 4.5
+
+
+def test_requests_share_a_budget_of_memory_and_give_it_back():
+    with running(Limits(memory_bytes=200_000), chat=False) as server:
+        answer = transcribed(server)
+        assert answer.status_code == 503 and "memory" in answer.json()["error"]["message"]
+        assert server.is_idle() and server.gate.budget.held == 0
+    with running(Limits(memory_bytes=2_000_000), chat=False) as server:
+        for stream in ("true", "false"):
+            assert transcribed(server, data={"model": SPEECH, "stream": stream}).status_code == 200
+            assert server.is_idle() and server.gate.budget.held == 0
+
+
+def test_with_a_key_a_proxy_may_pass_its_own_name_on():
+    from mmdecode.cli.serve import _hosts
+
+    assert _hosts("127.0.0.1", None) == {"127.0.0.1", "localhost", "[::1]"}
+    assert _hosts("127.0.0.1", KEY) is None and _hosts("0.0.0.0", KEY) is None
+
+
+def test_few_websockets_wait_for_a_key():
+    import websockets
+
+    async def strangers(url):
+        async with contextlib.AsyncExitStack() as stack:
+            for _ in range(2):
+                await stack.enter_async_context(websockets.connect(url))
+            with pytest.raises(websockets.InvalidStatus) as error:
+                await stack.enter_async_context(websockets.connect(url))
+            assert error.value.response.status_code == 503
+
+    with running(Limits(strangers=2), key=KEY, chat=False) as server:
+        asyncio.run(strangers(server.socket_url))
+        assert server.is_idle()
+        asyncio.run(strangers(server.socket_url))  # they count no more
+
+
+def test_nothing_of_a_client_is_logged_where_it_fails(server, caplog, capfd):
+    """A text that is none, a first message in another script, and an upload that is left off."""
+    import websockets
+
+    from mmdecode.serve.chat import read_body
+
+    async def ask(first):
+        headers = with_key()["headers"]
+        async with websockets.connect(server.socket_url, additional_headers=headers) as connection:
+            await connection.send(first)
+            with contextlib.suppress(websockets.ConnectionClosed):
+                while True:
+                    await connection.recv()
+            return connection.close_code
+
+    assert asyncio.run(ask("語" * 300)) == 1007
+    url = f"{server.url}/v1/chat/completions"
+    answer = httpx.post(url, content=b'{"\\ud800secret": 1}', **with_key())
+    assert answer.status_code == 400, answer.text
+    host, port = server.url.partition("//")[2].split(":")
+    with socket.create_connection((host, int(port)), 10) as connection:
+        connection.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer "
+            + KEY.encode() + b"\r\nContent-Length: 5000\r\n\r\nsecret"
+        )  # fmt: skip
+        time.sleep(0.2)
+    assert server.is_idle()
+    assert read_body and not caplog.text and not "".join(capfd.readouterr())
+
+
+def test_a_bug_is_logged_by_its_kind_alone(server, caplog, monkeypatch):
+    def broken(self, name):
+        raise RuntimeError("secret words of a client")
+
+    monkeypatch.setattr(type(server.service), "speech_for", broken)
+    answer = transcribed(server, **with_key())
+    assert answer.status_code == 500 and answer.json()["error"]["code"] == "internal_error"
+    assert "RuntimeError" in caplog.text and "secret" not in caplog.text
 
 
 def test_nothing_of_a_client_is_logged(server, caplog, capfd):

@@ -307,6 +307,8 @@ def test_nothing_but_an_image_itself_is_read(client, url):
         [{"role": "user", "content": [{"type": "image", "image": "/etc/passwd"}]}],
         [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "/a.mp4"}}]}],
         [{"role": "user", "content": "x", "tool_calls": [1]}],
+        [{"role": "user", "content": "x", "name": "Ann"}],
+        [{"role": "user", "content": [{"type": "text", "text": "x", "colour": "red"}]}],
         [{"role": "assistant", "content": "x"}],
         asking("a") * 1001,
     ],
@@ -317,6 +319,25 @@ def test_other_messages_are_refused(server, messages):
     )
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "messages", answer.text
     assert not re.search("passwd|mp4|Traceback", answer.text)
+
+
+def test_nothing_of_a_conversation_is_kept(server, client):
+    kept = server.service.answers.answerer.prompt_cache.count
+    ask = asking("Is there a ring that nobody has asked for?", image("navy"))
+    client.chat.completions.create(model=CHAT, messages=ask)
+    assert server.is_idle() and server.service.answers.answerer.prompt_cache.count == kept
+
+
+def test_bodies_that_would_hold_the_server_up_are_refused(server):
+    url = f"{server.url}/v1/chat/completions"
+    answer = httpx.post(url, content=b'{"messages":[' + b"[]," * 100_000 + b"1]}")
+    assert answer.status_code == 400 and "parts" in answer.json()["error"]["message"]
+    long = {"model": CHAT, "messages": asking("a" * 200_001)}
+    answer = httpx.post(url, json=long)
+    assert answer.status_code == 400 and "characters" in answer.json()["error"]["message"]
+    for name, value in (("seed", 10**400), ("max_tokens", 5000), ("temperature", 10**400)):
+        answer = httpx.post(url, json={"model": CHAT, "messages": asking("a"), name: value})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == name
 
 
 def test_models_are_listed_by_all_their_names(client):
