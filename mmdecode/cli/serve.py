@@ -134,7 +134,7 @@ def command(
             else:
                 print_line(f"serving {', '.join(models)} at {url}; Ctrl-C ends", console)
 
-        hosts = _hosts(host, key)
+        hosts = hosts_of(host, key)
         count = service.metrics.answered
         serve(service, listener, lambda app: Gate(app, limits, key, hosts, count), ready)
 
@@ -164,7 +164,7 @@ def read_key(path: Path | None) -> str | None:
     return key
 
 
-def _hosts(host: str, key: str | None) -> frozenset[str] | None:
+def hosts_of(host: str, key: str | None) -> frozenset[str] | None:
     """Returns the names by which the server may be asked for, see `Gate`; ``None``: any.
 
     A key keeps other sites out as well, and a proxy may pass its own name on.

@@ -273,10 +273,10 @@ def test_requests_share_a_budget_of_memory_and_give_it_back():
 
 
 def test_with_a_key_a_proxy_may_pass_its_own_name_on():
-    from mmdecode.cli.serve import _hosts
+    from mmdecode.cli.serve import hosts_of
 
-    assert _hosts("127.0.0.1", None) == {"127.0.0.1", "localhost", "[::1]"}
-    assert _hosts("127.0.0.1", KEY) is None and _hosts("0.0.0.0", KEY) is None
+    assert hosts_of("127.0.0.1", None) == {"127.0.0.1", "localhost", "[::1]"}
+    assert hosts_of("127.0.0.1", KEY) is None and hosts_of("0.0.0.0", KEY) is None
 
 
 def test_few_websockets_wait_for_a_key():
