@@ -18,7 +18,7 @@ with MissingExtraError.instead("the server needs fastapi", extra="serve"):
 
 from mmdecode import __version__
 from mmdecode.serve import chat, live, transcriptions
-from mmdecode.serve.limits import Gate, Refusal
+from mmdecode.serve.limits import FAILED, Gate, Refusal
 from mmdecode.serve.service import GoneError, Service
 
 _TEXT = "text/plain; version=0.0.4; charset=utf-8"
@@ -139,4 +139,4 @@ async def _of_framework(request: Request, error: Exception) -> Response:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    return await _refused(request, Refusal(500, "the server failed", code="internal_error"))
+    return await _refused(request, Refusal(500, FAILED, code="internal_error"))

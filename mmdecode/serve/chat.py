@@ -355,7 +355,7 @@ def _number(
     if value is None:
         return default
     good = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
-    if not good or not least <= value <= most:  # nor NaN
+    if not good or not least <= value <= most:  # NaN is not
         kind = "a whole number" if whole else "a number"
         raise Refusal(400, f"{name}={value!r:.100}; expected {kind} from {least} to {most}", name)
     return value

@@ -14,9 +14,11 @@ import json
 import logging
 import re
 import time
+import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from mmdecode.errors import OptionError
@@ -27,9 +29,12 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Any, Receive, Send], Awaitable[None]]
 
 LOG = logging.getLogger("mmdecode.serve")
+
+FAILED = "the server failed; its log says where"
+"""Text of the answer to a request that meets a bug of the server."""
 OPEN = re.compile(r"/|/healthz|/assets/[^/]+")
 """Paths that need no key: the page, which sends one itself, and what a load balancer asks."""
-POLICY_VIOLATION, TRY_AGAIN = 1008, 1013
+POLICY_VIOLATION, INTERNAL, TRY_AGAIN = 1008, 1011, 1013
 """Close codes of a websocket that is refused (RFC 6455, and IANA's registry)."""
 KNOWN, ADMIT = "mmdecode.key_known", "mmdecode.admit"
 """Keys of a scope: whether the key is known, and the function to call once it is."""
@@ -117,8 +122,8 @@ class Refusal(Exception):
         """The answer as a JSON object."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status, kind)
-        text = " ".join(str(self).split())
-        return {"error": {"message": text, "type": kind, "param": self.param, "code": self.code}}
+        text, param = encodable(" ".join(str(self).split())), self.param and encodable(self.param)
+        return {"error": {"message": text, "type": kind, "param": param, "code": self.code}}
 
     @property
     def headers(self) -> dict[str, str]:
@@ -130,6 +135,16 @@ class Refusal(Exception):
 def close_reason(refusal: Refusal) -> str:
     """Returns the reason of a close frame, which has room for 123 bytes."""
     return str(refusal).encode(errors="replace")[:120].decode(errors="ignore")
+
+
+def encodable(text: str) -> str:
+    """Returns a text that UTF-8 can encode: half of a surrogate pair, which JSON can hold, is ?."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def is_text(value: str) -> bool:
+    """Whether UTF-8 can encode a text."""
+    return encodable(value) == value
 
 
 class Budget:
@@ -337,13 +352,14 @@ class Gate:
             nonlocal received, whole
             if whole or socket:  # after the body, only the end of the connection is waited for
                 return await receive()
-            left_s = min(limits.receive_s, until_s - time.monotonic())
+            left_s = max(0.0, until_s - time.monotonic())
             try:
-                message = await asyncio.wait_for(receive(), max(0.0, left_s))
+                message = await asyncio.wait_for(receive(), min(limits.receive_s, left_s))
             except TimeoutError:
-                raise Refusal(
-                    408, f"nothing was received for {left_s:.3g} s; send the body at once"
-                ) from None
+                problem = f"nothing was received for {limits.receive_s:g} s"
+                if left_s < limits.receive_s:
+                    problem = f"the body did not end within {limits.request_s:g} s"
+                raise Refusal(408, f"{problem}; send the body at once") from None
             self.budget.take(len(message.get("body", b"")))
             received += len(message.get("body", b""))
             whole = not message.get("more_body", False)
@@ -365,17 +381,26 @@ class Gate:
         except (TimeoutError, ConnectionError):  # a client that does not read, or has gone
             return
         except Exception as error:
-            # neither its message nor the values of its traceback are logged: they may be a client's
-            LOG.error("%s at %s: a bug of the server", type(error).__name__, _endpoint(scope))
-            if not answered:
-                own = Refusal(500, "the server failed", code="internal_error")
-                await _refuse(scope, receive, send, own)
+            # not raised again: uvicorn would log its message, which may be a client's
+            name, where = type(error).__name__, _lines_of(error)
+            LOG.error("%s at %s: a bug of the server, in %s", name, _endpoint(scope), where)
+            if socket:
+                with contextlib.suppress(Exception):  # it is closed already
+                    await limited_send({"type": "websocket.close", "code": INTERNAL})
+            elif not answered:
+                await _refuse(scope, receive, send, Refusal(500, FAILED, code="internal_error"))
         finally:
             self.budget.give_back(received)
 
 
 def _endpoint(scope: Any) -> str:
     return getattr(scope.get("route"), "path", "none")
+
+
+def _lines_of(error: Exception) -> str:
+    """Returns the lines of code that an error came through, the last one first."""
+    frames = traceback.extract_tb(error.__traceback__)[::-1]
+    return " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames[:8])
 
 
 def _without_port(host: str) -> str:

@@ -24,11 +24,13 @@ from mmdecode.asr.streaming import Update
 from mmdecode.errors import MMDecodeError, OptionError, OverloadError
 from mmdecode.serve.limits import (
     ADMIT,
+    INTERNAL,
     KNOWN,
     POLICY_VIOLATION,
     TRY_AGAIN,
     Refusal,
     close_reason,
+    is_text,
 )
 from mmdecode.serve.service import Channel, Service, refusal_of, refusal_of_failure
 from mmdecode.serve.speech import LiveStream
@@ -51,8 +53,8 @@ RATES = (8_000, 48_000)
 LEAST_STEP_S = 0.1
 STRANGER_S = 5.0
 """Seconds in which a client without the header sends its key."""
-BAD, INTERNAL, GOING = 1007, 1011, 1001
-"""Close codes: data that is not consistent, an error of the server, and the end of the server."""
+BAD = 1007
+"""Close code: data that is not consistent."""
 
 
 def routes(service: Service) -> APIRouter:
@@ -258,6 +260,8 @@ def _start(message: str | bytes) -> tuple[dict[str, Any], bytes]:
         kind: Any = (int, float) if START[name] is float else START[name]
         if not isinstance(value, kind) or (isinstance(value, bool) and START[name] is not bool):
             raise Refusal(400, f"{name}={value!r:.100}; expected {START[name].__name__}", name)
+        if isinstance(value, str) and not is_text(value):
+            raise Refusal(400, f"{name}={value!r:.100} is not UTF-8 text; write it as UTF-8", name)
     if given.get("step_s", LEAST_STEP_S) < LEAST_STEP_S:
         least = f"expected {LEAST_STEP_S:g} or more seconds"
         raise Refusal(400, f"step_s={given['step_s']}; {least}", "step_s")

@@ -32,6 +32,9 @@ START_LIMIT_S = 60.0
 """Seconds that a process has to load its libraries."""
 USES = 1000
 """Uploads of one process, after which a new one is started, so that no memory leaks for ever."""
+PIXEL_BLOCK = 1 << 29
+"""Most bytes of a block of pixels. With Pillow's blocks of 16 MiB, the memory of a large image is
+not given back to the system: the C library keeps blocks of up to 32 MiB."""
 KEPT_VARIABLES = (
     *("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "VIRTUAL_ENV", "PYTHONHOME"),
     *("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT", "WINDIR"),
@@ -152,6 +155,7 @@ class MediaDecoder:
         """
         with MissingExtraError.instead("reading images needs Pillow", extra="vlm"):
             pil = importlib.import_module("PIL.Image")
+        pil.core.set_block_size(PIXEL_BLOCK)
         frame, content = self._answer(
             {"kind": "image", "name": name},
             data,

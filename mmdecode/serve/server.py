@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -13,7 +14,6 @@ from mmdecode.errors import InputError, MissingExtraError
 
 with MissingExtraError.instead("the server needs uvicorn", extra="serve"):
     import uvicorn
-    from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mmdecode.serve.app import make_app, watch
 from mmdecode.serve.limits import Gate
@@ -25,43 +25,14 @@ _LOOK_S = 0.1  # seconds between two looks at what is still being served
 _MOST_HEADERS = 64 << 10
 
 
-class Connection(H11Protocol):
-    """A connection, which is closed if it brings no request, or no whole head of one, in time."""
-
-    _cycle: object = None  # at the last look
-    _unread = 0
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begins to look at whether it is used."""
-        super().connection_made(transport)
-        if len(self.connections) > MOST_IDLE + self.config.backlog:
-            transport.abort()
-            return
-        self._cycle = self
-        self._look()
-
-    def _look(self) -> None:
-        if self.transport.is_closing():
-            return
-        unread = self.transport.get_write_buffer_size()
-        if unread and unread == self._unread:  # the client does not read
-            self.transport.abort()
-            return
-        if self.transport.get_protocol() is self:  # else it is a websocket
-            serving = self.cycle is not None and not self.cycle.response_complete
-            if self._cycle is self.cycle and not serving:
-                self.transport.close()
-                return
-            self._cycle = self.cycle
-        self._unread = unread
-        self.loop.call_later(self.timeout_keep_alive, self._look)
-
-
 class DrainingServer(uvicorn.Server):
     """A server that ends what was begun before it ends, on SIGTERM or Ctrl-C.
 
     New requests are refused meanwhile, and open streams are finished: what was said is transcribed.
     A second signal ends the server at once.
+
+    Connections on which nothing happens are closed: those that bring no whole request in time, and
+    those whose clients do not read what is left for them, for which uvicorn waits for ever.
 
     Args:
         config: Configuration of uvicorn.
@@ -73,6 +44,31 @@ class DrainingServer(uvicorn.Server):
         super().__init__(config)
         self._gate, self._service = gate, service
         self._tasks: set[asyncio.Task[None]] = set()
+        self._still: dict[tuple[Any, Any], float] = {}
+
+    async def on_tick(self, counter: int) -> bool:
+        """Looks after connections every second; called by uvicorn ten times as often."""
+        if counter % 10 == 0:
+            self._abort_still(time.monotonic())
+        return await super().on_tick(counter)
+
+    def _abort_still(self, now_s: float) -> None:
+        """Aborts connections that have been in the same state for too long.
+
+        A connection waits for its client to read, as long as there is something left to send;
+        and one that has answered its last request, or had none, for the next one to be whole.
+        """
+        limits, before, self._still = self._service.limits, self._still, {}
+        for connection in list(self.server_state.connections):
+            transport, state = connection.transport, getattr(connection, "cycle", True)
+            most_s = limits.receive_s + 1  # uvicorn itself ends many of these a second earlier
+            if unsent := transport.get_write_buffer_size():
+                state, most_s = unsent, limits.send_s
+            elif state is not None and not getattr(state, "response_complete", False):
+                continue
+            since_s = self._still[connection, state] = before.get((connection, state), now_s)
+            if now_s - since_s > most_s:
+                transport.abort()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begins to end; called by uvicorn's handler of signals."""
@@ -109,7 +105,9 @@ def bound(host: str, port: int) -> socket.socket:
     Raises:
         InputError: It cannot.
     """
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio sets TCP_NODELAY where the protocol is said; without it each answer takes 40 ms
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
@@ -146,12 +144,14 @@ def serve(
         gate,
         log_level="warning",
         access_log=False,
-        http=Connection,
+        limit_concurrency=limits.connections + MOST_IDLE,
         proxy_headers=False,  # else a client of this machine could say that it is another
         server_header=False,
         ws_max_size=1 << 20,
-        ws_ping_interval=limits.receive_s,
-        ws_ping_timeout=limits.send_s,
+        # a client whose stream waits is not read, and neither is its answer to a ping; one that has
+        # gone is noticed since it sends nothing for receive_s
+        ws_ping_interval=None,
+        ws_ping_timeout=None,
         timeout_keep_alive=int(max(1, limits.receive_s)),
         h11_max_incomplete_event_size=_MOST_HEADERS,
         backlog=limits.connections,

@@ -23,13 +23,14 @@ from mmdecode.asr.options import TranscribeOptions
 from mmdecode.asr.output.formats import srt, vtt, whisper_json
 from mmdecode.asr.results import Failure, Segment, Transcript
 from mmdecode.errors import MMDecodeError
-from mmdecode.serve.limits import LATER, UNTIL, Refusal
+from mmdecode.serve.limits import LATER, UNTIL, Refusal, is_text
 from mmdecode.serve.service import Channel, Service, refusal_of, refusal_of_failure
 from mmdecode.serve.speech import SpeechWorker
 
 FORMATS = ("json", "text", "srt", "verbose_json", "vtt")
 MOST_TEXT = 10_000
 """Characters of a field that is a text."""
+_NO_TEXT = "a field is not UTF-8 text; write all as UTF-8, and leave out 'charset'"
 
 Found = tuple[list[Segment], Transcript | Failure | None]
 
@@ -188,14 +189,19 @@ async def read_form(request: Request, task: str) -> Form:
         raise Refusal(400, "expected a form of type multipart/form-data with a file and a model")
     fields: dict[str, list[str]] = {}
     data: bytes | None = None
-    async with request.form(max_files=1, max_fields=200, max_part_size=1 << 20) as given:
-        for name, value in given.multi_items():
-            if not isinstance(value, UploadFile):
-                fields.setdefault(name.removesuffix("[]"), []).append(value)
-            elif name == "file":
-                data = await value.read()
-            else:
-                raise Refusal(400, f"{name!r} is a file; expected it as 'file'", name)
+    try:
+        async with request.form(max_files=1, max_fields=200, max_part_size=1 << 20) as given:
+            for name, value in given.multi_items():
+                if not isinstance(value, UploadFile):
+                    fields.setdefault(name.removesuffix("[]"), []).append(value)
+                elif name == "file":
+                    data = await value.read()
+                else:
+                    raise Refusal(400, f"{name!r} is a file; expected it as 'file'", name)
+    except UnicodeError:  # of a charset that the client names
+        raise Refusal(400, _NO_TEXT) from None
+    if not all(is_text(text) for name, values in fields.items() for text in (name, *values)):
+        raise Refusal(400, _NO_TEXT)
     if data is None:
         raise Refusal(400, "there is no 'file'; send the recording as a part of that name", "file")
     if not data:

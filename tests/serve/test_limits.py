@@ -12,6 +12,7 @@ import pytest
 
 from mmdecode.errors import OptionError
 from mmdecode.serve.limits import Gate, Limits, Rates, Refusal
+from mmdecode.serve.server import bound
 from mmdecode.zoo.speech import speech_test
 from tests.serve.running import SPEECH, running
 
@@ -222,6 +223,95 @@ def test_a_client_that_does_not_read_is_let_go():
     assert gate.active == 0
 
 
+def is_aborted(connection, seconds=15):
+    """Whether the server ends a connection, whose client reads nothing."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        time.sleep(0.2)
+        try:
+            connection.send(b"x")  # a connection that was aborted answers by a reset
+        except BlockingIOError:
+            continue
+        except ConnectionError:
+            return True
+    return False
+
+
+@pytest.fixture(scope="module")
+def impatient():
+    with running(Limits(receive_s=1.0, send_s=1.0, request_s=3.0), chat=False) as found:
+        yield found
+
+
+@pytest.fixture
+def connection(impatient):
+    host, port = impatient.url.partition("//")[2].split(":")
+    found = socket.socket()
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    found.settimeout(10)
+    found.connect((host, int(port)))
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize("path", [b"/assets/page.js", b"/healthz"])
+def test_a_connection_whose_client_never_reads_is_closed(connection, path):
+    asking = b"GET %b HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" % path * 4000
+    connection.settimeout(2)
+    with contextlib.suppress(TimeoutError):
+        connection.sendall(asking)
+    connection.setblocking(False)
+    assert is_aborted(connection)
+
+
+@pytest.mark.parametrize("begun", [b"", b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\nGET"])
+def test_a_connection_that_brings_no_whole_request_is_closed(connection, begun):
+    connection.sendall(begun)
+    assert is_aborted(connection)  # though bytes come
+
+
+def test_a_body_may_not_come_for_ever(impatient, connection):
+    connection.sendall(
+        b"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 5000\r\n"
+        b"Content-Type: multipart/form-data; boundary=x\r\n\r\n--x\r\n"
+    )
+    for _ in range(40):
+        time.sleep(0.2)
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(b"a")
+    answer = http.client.HTTPResponse(connection)
+    answer.begin()
+    assert answer.status == 408 and b"did not end within 3 s" in answer.read()
+    assert impatient.is_idle()
+
+
+def test_an_error_of_the_server_is_answered_and_logged_without_its_message(caplog, capfd):
+    async def app(scope, receive, send):
+        raise ValueError("my-secret-words")
+
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    async def receive():
+        return {"type": "http.request"}
+
+    for kind in ("http", "websocket"):
+        scope = {"type": kind, "path": "/", "headers": [], "client": ("a", 1)}
+        asyncio.run(Gate(app, Limits())(scope, receive, send))
+    found = [one.get("status", one.get("code")) for one in sent]
+    assert [code for code in found if code] == [500, 1011]
+    assert caplog.text.count("ValueError at none: a bug of the server, in test_limits.py:") == 2
+    assert "my-secret-words" not in caplog.text + "".join(capfd.readouterr())
+
+
+def test_small_answers_are_not_held_back():
+    """TCP waits 40 ms for the acknowledgement of a header, unless asyncio knows the protocol."""
+    with contextlib.closing(bound("127.0.0.1", 0)) as listener:
+        assert listener.proto == socket.IPPROTO_TCP
+
+
 def test_limits_are_positive_and_refusals_say_their_kind():
     with pytest.raises(OptionError, match="queue=0"):
         Limits(queue=0)
@@ -333,6 +423,7 @@ def test_a_bug_is_logged_by_its_kind_alone(server, caplog, monkeypatch):
     monkeypatch.setattr(type(server.service), "speech_for", broken)
     answer = transcribed(server, **with_key())
     assert answer.status_code == 500 and answer.json()["error"]["code"] == "internal_error"
+    assert server.is_idle()
     assert "RuntimeError" in caplog.text and "secret" not in caplog.text
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import time
 
 import httpx
 import numpy as np
@@ -157,6 +158,8 @@ def test_a_client_that_goes_leaves_nothing(server):
         ('{"type": "start", "policy": "never"}', "no policy named 'never'", 1007),
         ('{"type": "start", "model": "other"}', "no speech model 'other'", 1007),
         ('{"type": "start", "language": "xx"}', "'xx'", 1007),
+        ('{"type": "start", "\\ud800": 1}', "is not known", 1007),
+        ('{"type": "start", "prompt": "\\ud800"}', "not UTF-8 text", 1007),
         ("[1]", "expected a JSON object", 1007),
         ("{" * 100_000, "expected a JSON object", 1007),
         ('{"type": "finish"}', "expected samples or 'start'", 1007),
@@ -243,3 +246,18 @@ def test_keys_come_as_a_header_or_first(server):
 
         assert asyncio.run(first())[-1]["type"] == "done"
         assert httpx.get(f"{server.url}/v1/models").status_code == 401
+
+
+@pytest.mark.slow
+def test_a_stream_that_waits_for_longer_than_any_answer_is_not_given_up(monkeypatch):
+    rounds = SpeechWorker._round
+
+    def slowly(self):
+        time.sleep(0.3)
+        rounds(self)
+
+    monkeypatch.setattr(SpeechWorker, "_round", slowly)
+    samples = pcm(np.concatenate([wave(number) for number in range(4)]))
+    with running(Limits(waiting_s=2.0, receive_s=1.0, send_s=1.0), chat=False) as server:
+        found = asyncio.run(streamed(server.socket_url, samples))
+        assert found[-1]["text"] == words_of(samples)

@@ -246,6 +246,25 @@ def test_much_in_few_bytes_is_refused_after_its_first_seconds(kind, minutes):
         assert len(decoder.samples(TONE, RATE)) == 4000
 
 
+@linux
+def test_memory_of_large_images_is_given_back():
+    data, me = saved(Image.new("L", (5000, 5000))), psutil.Process()
+    with MediaDecoder(3, time_limit_s=60) as decoder:
+
+        def ask():
+            decoder.image(data).copy().resize((9, 9))
+
+        ask()
+        before = me.memory_info().rss
+        for _ in range(2):
+            threads = [threading.Thread(target=ask) for _ in range(3)]
+            for one in threads:
+                one.start()
+            for one in threads:
+                one.join()
+        assert me.memory_info().rss - before < 50 * MIB
+
+
 def test_an_image_may_have_the_most_pixels_and_no_more():
     with MediaDecoder(1, most_pixels=600, time_limit_s=60) as decoder:
         assert decoder.image(saved(Image.new("RGB", (30, 20)))).size == (30, 20)

@@ -159,6 +159,11 @@ def test_what_is_no_request_is_refused(server, client):
     ]:
         answer = httpx.post(url, **how)
         assert answer.status_code == 400 and words in answer.json()["error"]["message"], answer.text
+    body = b'--x\r\nContent-Disposition: form-data; name="+2AA-"\r\n\r\na\\ud800\r\n--x--\r\n'
+    for charset in ("undefined", "punycode", "utf-7", "unicode_escape"):
+        kind = {"content-type": f"multipart/form-data; boundary=x; charset={charset}"}
+        answer = httpx.post(url, content=body, headers=kind)
+        assert answer.status_code == 400 and "UTF-8" in answer.json()["error"]["message"]
     with pytest.raises(openai.NotFoundError, match="expected 'zoo:whisper-synth' or 'whisper-1'"):
         transcribed(client, model="whisper-2")
     assert transcribed(client, model="whisper-1").text
@@ -338,6 +343,16 @@ def test_bodies_that_would_hold_the_server_up_are_refused(server):
     for name, value in (("seed", 10**400), ("max_tokens", 5000), ("temperature", 10**400)):
         answer = httpx.post(url, json={"model": CHAT, "messages": asking("a"), name: value})
         assert answer.status_code == 400 and answer.json()["error"]["param"] == name
+
+
+@pytest.mark.parametrize(
+    ("more", "param"), [('"\\ud800": 1', "?"), (f'"seed": 1{"0" * 400}', "seed"),
+                        (f'"temperature": 1{"0" * 400}', "temperature")],
+)  # fmt: skip
+def test_json_that_no_other_text_or_number_can_hold_is_refused(server, more, param):
+    body = f'{{"model": "{CHAT}", "messages": [{{"role": "user", "content": "a"}}], {more}}}'
+    answer = httpx.post(f"{server.url}/v1/chat/completions", content=body)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
 
 
 def test_models_are_listed_by_all_their_names(client):
