@@ -255,6 +255,7 @@ LOADING = [
     "transcribe talk.ogg --model zoo:whisper-synth --word-method ctc:model=MODEL --json",
     "transcribe talk.ogg --model zoo:whisper-synth --draft assistant:model=MODEL",
     "stream talk.ogg --model MODEL",
+    "serve --model MODEL --port 0",
     "ask photo.png -q ring --model MODEL",
     "generate-image --model MODEL --class ring --out drawn",
     "evaluate wer --data clips.jsonl --model MODEL",
@@ -290,7 +291,7 @@ def output_of(line, model):
     return f"{done.output} {done.exception}"
 
 
-QUICK = ("transcribe", "stream", "ask", "generate-image", "audit", "train", "demo")
+QUICK = ("transcribe", "stream", "serve", "ask", "generate-image", "audit", "train", "demo")
 
 
 def tried(line):

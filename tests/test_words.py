@@ -32,6 +32,7 @@ KEPT_NAMES = {
     ("whisper_cd.py", "doubt"),
     # fields that are keys of results on disk
     ("results.py", "looped"),
+    ("segments.py", "looped"),
     ("transcriber.py", "looped"),
     ("test_repetition.py", "looped"),
 }

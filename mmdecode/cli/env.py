@@ -16,7 +16,9 @@ from mmdecode.runs.console import out
 
 EXTRAS = {
     "": "jinja2 torch transformers tokenizers safetensors numpy rich typer",
-    "asr": "torchaudio librosa soundfile soxr jiwer",
+    "asr": "torchaudio librosa soundfile jiwer",
+    "asr, serve": "soxr",
+    "serve": "fastapi uvicorn websockets python-multipart prometheus-client",
     "vlm, image": "pillow torchvision timm",
     "train": "accelerate peft",
     "eval": "scipy scikit-learn matplotlib pandas kaldialign",

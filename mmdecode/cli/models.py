@@ -89,8 +89,8 @@ def toy_note(given: dict[str, Any]) -> str | None:
     Returns:
         The note, which recommends other models; ``None``: no note is needed.
     """
-    own = [value for name in OWN_FILES for value in _texts(given.get(name)) if _is_own(value)]
-    if not own:
+    own = any(_is_own(value) for name in OWN_FILES for value in _texts(given.get(name)))
+    if not own and "host" not in given:  # the clients of a server send theirs
         return None
     named = [value for name in MODELS for value in _texts(given.get(name))]
     found = [name for value in named for name in re.findall(r"zoo:([\w-]+)", value)]

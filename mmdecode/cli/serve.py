@@ -119,7 +119,7 @@ def command(
         queue=max_queue,
         streams=max_streams,
         connections=max_connections,
-        connections_of_client=max_connections,
+        connections_of_client=max(1, max_connections // 2),
         rate=float(rate or 1),
         request_s=timeout,
     )
@@ -135,7 +135,7 @@ def command(
             else:
                 print_line(f"serving {', '.join(models)} at {url}; Ctrl-C ends", console)
 
-        hosts = LOCAL_NAMES | {shown.lower()} if local else None
+        hosts = hosts_of(host, key)
         count = service.metrics.answered
         serve(service, listener, lambda app: Gate(app, limits, key, hosts, count), ready)
 
@@ -163,6 +163,16 @@ def read_key(path: Path | None) -> str | None:
             "marks: make one by 'openssl rand -hex 24'"
         )
     return key
+
+
+def hosts_of(host: str, key: str | None) -> frozenset[str] | None:
+    """Returns the names by which the server may be asked for, see `Gate`; ``None``: any.
+
+    A key keeps other sites out as well, and a proxy may pass its own name on.
+    """
+    if key is not None or not _is_local(host):
+        return None
+    return LOCAL_NAMES | {f"[{host}]" if ":" in host else host.lower()}
 
 
 def _is_local(host: str) -> bool:

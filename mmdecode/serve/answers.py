@@ -36,7 +36,8 @@ class Asked:
         notify: Function that takes them.
 
     Attributes:
-        cancelled: Whether nobody waits for it any more.
+        cancelled: Whether nobody waits for more of it; an answer that is decoded then ends with
+            the round at hand, if nobody waits for others of its batch.
     """
 
     def __init__(
@@ -96,6 +97,18 @@ class AnswerWorker:
             self._waiting.append(asked)
             self._changed.notify()
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether its thread runs."""
+        return self._thread.is_alive()
+
+    def cancel(self, asked: Asked) -> None:
+        """Says that nobody waits for an answer any more; called from any thread."""
+        with self._changed:
+            asked.cancelled = True
+            if asked in self._waiting:
+                self._waiting.remove(asked)
+
     def close(self) -> None:
         """Ends the thread after the answer at hand; what waits is not answered."""
         with self._changed:
@@ -139,7 +152,11 @@ class AnswerWorker:
                 batch[0].notify("", self._in_pieces(answerer, batch[0]))
                 return
             requests = [replace(one.request, index=index) for index, one in enumerate(batch)]
-            for answer in answerer.answers(requests, **options):
+
+            def wanted() -> bool:
+                return not all(one.cancelled for one in batch)
+
+            for answer in answerer.answers(requests, wanted=wanted, **options):
                 done.add(answer.index)
                 batch[answer.index].notify("", answer)
         except Exception as error:  # of the options or the machine: it is that of all of them
@@ -148,15 +165,11 @@ class AnswerWorker:
                 if index not in done:
                     one.notify("", failed_answer(one.request, failed))
 
-    def _in_pieces(self, answerer: Answerer, asked: Asked) -> Answer | None:
-        """Hands on an answer piece by piece; returns it, or ``None`` if nobody waits any more."""
-        pieces = answerer.pieces(asked.request, **vars(asked.options))
-        try:
-            while not asked.cancelled:
-                try:
-                    asked.notify(next(pieces), None)
-                except StopIteration as end:
-                    return end.value
-        finally:
-            pieces.close()
-        return None
+    def _in_pieces(self, answerer: Answerer, asked: Asked) -> Answer:
+        """Hands on an answer piece by piece, until nobody waits for more; returns it."""
+        pieces = answerer.pieces(asked.request, lambda: not asked.cancelled, **vars(asked.options))
+        while True:
+            try:
+                asked.notify(next(pieces), None)
+            except StopIteration as end:
+                return end.value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib import resources
@@ -13,6 +14,7 @@ with MissingExtraError.instead("the server needs fastapi", extra="serve"):
     from fastapi import FastAPI, Request, Response
     from fastapi.responses import HTMLResponse, JSONResponse
     from starlette.exceptions import HTTPException
+    from starlette.requests import ClientDisconnect
 
 from mmdecode import __version__
 from mmdecode.serve import chat, live, transcriptions
@@ -22,10 +24,10 @@ from mmdecode.serve.service import GoneError, Service
 _TEXT = "text/plain; version=0.0.4; charset=utf-8"
 _PAGE_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "worker-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "img-src 'self'; worker-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _KINDS = {"page.html": "text/html", "page.js": "text/javascript", "page.css": "text/css"}
-_KINDS["recorder.js"] = "text/javascript"
+_KINDS |= {"recorder.js": "text/javascript", "icon.svg": "image/svg+xml"}
 
 
 def make_app(service: Service) -> FastAPI:
@@ -41,8 +43,9 @@ def make_app(service: Service) -> FastAPI:
     )
     app.add_exception_handler(Refusal, _refused)
     app.add_exception_handler(GoneError, _gone)
+    app.add_exception_handler(ClientDisconnect, _gone)
     app.add_exception_handler(HTTPException, _of_framework)
-    app.add_exception_handler(Exception, _failed)
+    app.add_exception_handler(Exception, _failed)  # the gate logs that there was one
 
     for part in (transcriptions, chat, live):
         app.include_router(part.routes(service))
@@ -63,8 +66,8 @@ def make_app(service: Service) -> FastAPI:
     @app.get("/healthz")
     async def health() -> Response:
         """Says whether the server takes requests."""
-        ends = service.drained.is_set()
-        return JSONResponse({"status": "ends" if ends else "ok"}, 503 if ends else 200)
+        status = "ends" if service.drained.is_set() else "ok" if service.is_alive else "broken"
+        return JSONResponse({"status": status}, 200 if status == "ok" else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -122,7 +125,8 @@ def _file(name: str) -> Response:
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refusal)
-    return JSONResponse(error.body, error.status, headers=error.headers)
+    text = json.dumps(error.body)  # of ASCII: a client may send what is no text
+    return Response(text, error.status, headers=error.headers, media_type="application/json")
 
 
 async def _gone(request: Request, error: Exception) -> Response:
@@ -135,4 +139,4 @@ async def _of_framework(request: Request, error: Exception) -> Response:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    return await _refused(request, Refusal(500, FAILED))  # the gate logs it
+    return await _refused(request, Refusal(500, FAILED, code="internal_error"))

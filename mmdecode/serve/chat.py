@@ -7,15 +7,15 @@ names it, unless it has the value that changes nothing.
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import binascii
 import json
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -23,7 +23,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from mmdecode.errors import MMDecodeError
 from mmdecode.serve.answers import Asked
-from mmdecode.serve.limits import Refusal
+from mmdecode.serve.limits import LATER, UNTIL, Limits, Refusal
 from mmdecode.serve.service import Channel, Service, refusal_of, refusal_of_failure
 from mmdecode.serve.transcriptions import UNBUFFERED, event
 from mmdecode.vlm.chat import request_of
@@ -68,7 +68,7 @@ HONOURED = frozenset(
     "stream_options".split()
 )
 _DATA = re.compile(r"data:image/[\w.+-]+;base64,", re.IGNORECASE)
-MOST_STOPS, MOST_MESSAGES, MOST_TOKENS = 4, 1000, 1 << 20
+MOST_STOPS, MOST_MESSAGES, MOST_PARTS = 4, 1000, 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,12 +100,11 @@ def routes(service: Service) -> APIRouter:
 
     @router.post("/v1/chat/completions")
     async def completions(request: Request) -> Response:
-        body = await read_body(request)
-        worker = service.answers_for(body.model)
-        until_s = time.monotonic() + service.limits.request_s
+        body = await read_body(request, service.limits)
+        worker, scope = service.answers_for(body.model), request.scope
         channel: Channel[Found] = Channel()
         asked = Asked(
-            await _question(service, body),
+            await _question(service, body, scope[LATER]),
             body.options,
             body.seed,
             body.stream or bool(body.stops),  # so that it can end at a text
@@ -115,25 +114,20 @@ def routes(service: Service) -> APIRouter:
             worker.submit(asked)
         except MMDecodeError as error:
             raise refusal_of(error) from error
+        scope[LATER].append(partial(worker.cancel, asked))
         about = {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": body.model,
         }
         if body.stream:
-            chunks = _chunks(service, channel, asked, body, about)
+            chunks = _chunks(service, channel, asked, body, about, scope[UNTIL])
             return StreamingResponse(chunks, media_type="text/event-stream", headers=UNBUFFERED)
-        stopping = Stopping(body.stops)
-        try:
-            answer = None
-            while answer is None:
-                piece, answer = await channel.get_for(request.receive, until_s)
-                stopping.add(piece)
-                if stopping.stopped and body.stops:
-                    asked.cancelled = True
-                    break
-        finally:
-            asked.cancelled = True
+        stopping, answer = Stopping(body.stops), None
+        while answer is None:
+            piece, answer = await channel.get_for(request.receive, scope[UNTIL])
+            stopping.add(piece)
+            asked.cancelled = stopping.stopped  # then the answer ends with the round at hand
         return JSONResponse(_completion(service, body, about, answer, stopping))
 
     return router
@@ -179,14 +173,12 @@ class Stopping:
         return self._text
 
 
-def _finish_reason(answer: Answer | None, stopping: Stopping) -> str:
-    return "stop" if stopping.stopped or answer is None or answer.ended else "length"
+def _finish_reason(answer: Answer, stopping: Stopping) -> str:
+    return "stop" if stopping.stopped or answer.ended else "length"
 
 
-def _usage(answer: Answer | None) -> dict[str, int] | None:
-    """Counts of tokens; ``None``: the answer was ended by a text, and its tokens not counted."""
-    if answer is None:
-        return None
+def _usage(answer: Answer) -> dict[str, int]:
+    """Counts of tokens; a text that ended the answer is counted, as it was decoded."""
     counts = {
         "prompt_tokens": answer.prompt_tokens,
         "completion_tokens": len(answer.token_ids),
@@ -198,15 +190,14 @@ def _completion(
     service: Service,
     body: Body,
     about: Mapping[str, Any],
-    answer: Answer | None,
+    answer: Answer,
     stopping: Stopping,
 ) -> dict[str, Any]:
     """Returns the answer to a request, whole."""
-    if answer is not None and answer.error is not None:
+    if answer.error is not None:
         raise refusal_of_failure(answer.error, answer.kind)
-    if answer is not None:
-        service.metrics.tokens(answer.prompt_tokens, len(answer.token_ids))
-    text = stopping.text if body.stops or answer is None else answer.text
+    service.metrics.tokens(answer.prompt_tokens, len(answer.token_ids))
+    text = stopping.text if body.stops else answer.text
     choice = {
         "index": 0,
         "message": {"role": "assistant", "content": text.strip(), "refusal": None},
@@ -227,6 +218,7 @@ async def _chunks(
     asked: Asked,
     body: Body,
     about: Mapping[str, Any],
+    until_s: float,
 ) -> AsyncIterator[str]:
     """Yields server-sent events with the pieces of an answer."""
 
@@ -236,41 +228,48 @@ async def _chunks(
         return event({**about, "object": "chat.completion.chunk", "choices": [choice], **usage})
 
     stopping, answer, begun = Stopping(body.stops), None, False
-    try:
-        yield chunk({"role": "assistant", "content": ""})
-        while answer is None and not stopping.stopped:
-            piece, answer = await channel.get()
-            if answer is not None and answer.error is not None:
-                yield event(refusal_of_failure(answer.error, answer.kind).body)
-                return
-            new = stopping.add(piece) if answer is None else stopping.rest()
-            new = new if begun else new.lstrip()
-            begun = begun or bool(new)
-            if new:
-                yield chunk({"content": new})
-        asked.cancelled = True
-        yield chunk({}, _finish_reason(answer, stopping))
-        if answer is not None:
-            service.metrics.tokens(answer.prompt_tokens, len(answer.token_ids))
-        if body.usage:
-            whole = {**about, "object": "chat.completion.chunk", "choices": []}
-            yield event({**whole, "usage": _usage(answer)})
-        yield "data: [DONE]\n\n"
-    finally:
-        asked.cancelled = True
+    yield chunk({"role": "assistant", "content": ""})
+    while answer is None:
+        try:
+            piece, answer = await channel.get(until_s)
+        except Refusal as refusal:
+            yield event(refusal.body)
+            return
+        if answer is not None and answer.error is not None:
+            yield event(refusal_of_failure(answer.error, answer.kind).body)
+            return
+        new = stopping.add(piece) if answer is None else stopping.rest()
+        new = new if begun else new.lstrip()
+        begun = begun or bool(new)
+        if new:
+            yield chunk({"content": new})
+        asked.cancelled = stopping.stopped
+    yield chunk({}, _finish_reason(answer, stopping))
+    service.metrics.tokens(answer.prompt_tokens, len(answer.token_ids))
+    if body.usage:
+        whole = {**about, "object": "chat.completion.chunk", "choices": []}
+        yield event({**whole, "usage": _usage(answer)})
+    yield "data: [DONE]\n\n"
 
 
 # ---- the request
 
 
-async def read_body(request: Request) -> Body:
+async def read_body(request: Request, limits: Limits) -> Body:
     """Reads the parameters of a request.
+
+    Args:
+        request: The request.
+        limits: Most tokens of its answer.
 
     Raises:
         Refusal: One is missing, unknown, not supported or out of range.
     """
+    data = await request.body()
+    if sum(map(data.count, b"[{,")) > MOST_PARTS:  # which take long to read
+        raise Refusal(400, f"the body has more than {MOST_PARTS} parts; send fewer messages")
     try:
-        given = json.loads(await request.body())
+        given = json.loads(data)
     except (ValueError, RecursionError):
         raise Refusal(400, "the body is no JSON; expected an object") from None
     if not isinstance(given, dict):
@@ -307,7 +306,7 @@ async def read_body(request: Request) -> Body:
     return Body(
         messages=messages,
         model=given["model"],
-        options=_options(given),
+        options=_options(given, limits.answer_tokens),
         seed=int(_number(given, "seed", 0, -(2**63), 2**63 - 1, whole=True)),
         stops=stops,
         stream=streamed,
@@ -315,16 +314,16 @@ async def read_body(request: Request) -> Body:
     )
 
 
-def _options(given: Mapping[str, Any]) -> AnswerOptions:
-    """Returns the options of an answer."""
+def _options(given: Mapping[str, Any], most: int) -> AnswerOptions:
+    """Returns the options of an answer of at most so many tokens; nothing of its prompt is kept."""
     names = [
         name for name in ("max_completion_tokens", "max_tokens") if given.get(name) is not None
     ]
     if len(names) == 2 and given[names[0]] != given[names[1]]:
         raise Refusal(400, "max_tokens is the old name of max_completion_tokens", "max_tokens")
-    options: dict[str, Any] = {"text_only": True, "margins": False}
+    options: dict[str, Any] = {"text_only": True, "margins": False, "prompt_cache": 0}
     for name in names:
-        options["max_new_tokens"] = int(_number(given, name, 1, 1, MOST_TOKENS, whole=True))
+        options["max_new_tokens"] = int(_number(given, name, 1, 1, most, whole=True))
     temperature = _number(given, "temperature", 0.0, 0, 2)
     top_p = _number(given, "top_p", 1.0, 0, 1)
     if temperature:
@@ -362,20 +361,28 @@ def _number(
     return value
 
 
-async def _question(service: Service, body: Body) -> AnswerRequest:
-    """Makes the question of a conversation, whose images are decoded in a process of their own."""
-    count, messages = 0, []
+async def _question(
+    service: Service, body: Body, later: list[Callable[[], object]]
+) -> AnswerRequest:
+    """Makes the question of a conversation, whose images are decoded in a process of their own.
+
+    Args:
+        service: Decoder of images, and limits.
+        body: The request.
+        later: Functions that are called once it is answered.
+    """
+    count, characters, messages = 0, 0, list[dict[str, Any]]()
     for number, message in enumerate(body.messages, 1):
         where = f"message {number}"
         if not isinstance(message, dict):
             raise Refusal(400, f"{where} is no object; expected a role and a content", "messages")
-        if unknown := {name for name, value in message.items() if value} - {
-            "role",
-            "content",
-            "name",
-        }:
+        if unknown := {name for name, value in message.items() if value} - {"role", "content"}:
             raise Refusal(400, f"{where}: {min(unknown)[:100]!r} is not supported", "messages")
         content = message.get("content")
+        characters += sum(map(len, _texts(content)))
+        if characters > service.limits.text:
+            most = service.limits.text
+            raise Refusal(400, f"more than {most} characters of text; send fewer", "messages")
         if isinstance(content, list):
             parts = []
             for part in content:
@@ -386,7 +393,7 @@ async def _question(service: Service, body: Body) -> AnswerRequest:
                         raise Refusal(
                             400, f"more than {service.limits.images} images; send fewer", "messages"
                         )
-                    part = {"type": "image", "image": await _image(service, url, where)}
+                    part = {"type": "image", "image": await _image(service, url, where, later)}
                 parts.append(part)
             content = parts
         messages.append({"role": message.get("role"), "content": content})
@@ -394,6 +401,14 @@ async def _question(service: Service, body: Body) -> AnswerRequest:
         return request_of(messages)
     except MMDecodeError as error:
         raise refusal_of(error, "messages") from error
+
+
+def _texts(content: Any) -> list[str]:
+    if isinstance(content, str):
+        return [content]
+    parts = content if isinstance(content, list) else []
+    texts = [part.get("text") for part in parts if isinstance(part, dict)]
+    return [text for text in texts if isinstance(text, str)]
 
 
 def _url(part: Any, where: str) -> str | None:
@@ -404,6 +419,8 @@ def _url(part: Any, where: str) -> str | None:
     if kind in ("text", "input_text"):
         if not isinstance(part.get("text"), str):
             raise Refusal(400, f"{where}: a part has no text; expected it as 'text'", "messages")
+        if unknown := set(part) - {"type", "text"}:
+            raise Refusal(400, f"{where}: {min(unknown)[:100]!r} is not supported", "messages")
         return None
     if kind not in ("image_url", "input_image"):
         raise Refusal(
@@ -411,8 +428,12 @@ def _url(part: Any, where: str) -> str | None:
             f"{where}: type {str(kind)[:100]!r} is not supported; expected text or image_url",
             "messages",
         )
+    if unknown := set(part) - {"type", "image_url"}:
+        raise Refusal(400, f"{where}: {min(unknown)[:100]!r} is not supported", "messages")
     url = part.get("image_url")
     if isinstance(url, dict):
+        if unknown := set(url) - {"url", "detail"}:
+            raise Refusal(400, f"{where}: {min(unknown)[:100]!r} is not supported", "messages")
         if (detail := url.get("detail", "auto")) not in ("auto", None):
             raise Refusal(
                 400, f"detail={str(detail)[:100]!r} is not supported; leave it out", "messages"
@@ -423,7 +444,7 @@ def _url(part: Any, where: str) -> str | None:
     return url
 
 
-async def _image(service: Service, url: str, where: str) -> Any:
+async def _image(service: Service, url: str, where: str, later: list[Callable[[], object]]) -> Any:
     """Decodes the image of a data URL."""
     found = _DATA.match(url)
     if found is None:
@@ -438,6 +459,10 @@ async def _image(service: Service, url: str, where: str) -> Any:
     except (binascii.Error, ValueError):
         raise Refusal(400, f"{where}: the base64 of an image is damaged", "messages") from None
     try:
-        return await asyncio.to_thread(service.media.image, data)
+        image = await service.decoded(service.media.image, data)
     except MMDecodeError as error:
         raise refusal_of(error, "messages") from error
+    size = 3 * image.width * image.height
+    service.budget.take(size)
+    later.append(partial(service.budget.give_back, size))
+    return image

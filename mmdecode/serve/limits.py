@@ -36,6 +36,12 @@ OPEN = re.compile(r"/|/healthz|/assets/[^/]+")
 """Paths that need no key: the page, which sends one itself, and what a load balancer asks."""
 POLICY_VIOLATION, INTERNAL, TRY_AGAIN = 1008, 1011, 1013
 """Close codes of a websocket that is refused (RFC 6455, and IANA's registry)."""
+KNOWN, ADMIT = "mmdecode.key_known", "mmdecode.admit"
+"""Keys of a scope: whether the key is known, and the function to call once it is."""
+UNTIL, LATER = "mmdecode.until_s", "mmdecode.later"
+"""Keys of a scope: the end of its time on the monotonic clock, and functions called at its end."""
+LINGER_S = 2.0
+"""Seconds in which the rest of a refused request is read: before, browsers read no answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +62,10 @@ class Limits:
         send_s: Seconds in which a client reads what was sent.
         request_s: Seconds until a request has to be answered.
         waiting_s: Seconds of audio of a stream that wait for decoding, before it is read on.
+        memory_bytes: Bytes of uploads and decoded audio of all requests.
+        answer_tokens: Tokens of an answer.
+        text: Characters of a conversation.
+        strangers: Websockets whose key is not known yet.
 
     Raises:
         OptionError: A limit is not positive.
@@ -74,6 +84,10 @@ class Limits:
     send_s: float = 30.0
     request_s: float = 900.0
     waiting_s: float = 30.0
+    memory_bytes: int = 4 << 30
+    answer_tokens: int = 4096
+    text: int = 200_000
+    strangers: int = 16
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -118,6 +132,11 @@ class Refusal(Exception):
         return found | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
 
 
+def close_reason(refusal: Refusal) -> str:
+    """Returns the reason of a close frame, which has room for 123 bytes."""
+    return str(refusal).encode(errors="replace")[:120].decode(errors="ignore")
+
+
 def encodable(text: str) -> str:
     """Returns a text that UTF-8 can encode: half of a surrogate pair, which JSON can hold, is ?."""
     return text.encode("utf-8", "replace").decode()
@@ -126,6 +145,39 @@ def encodable(text: str) -> str:
 def is_text(value: str) -> bool:
     """Whether UTF-8 can encode a text."""
     return encodable(value) == value
+
+
+class Budget:
+    """Memory that requests may hold together.
+
+    Args:
+        most: Bytes of all of them.
+
+    Attributes:
+        held: Bytes that are held.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most, self.held = most, 0
+
+    def take(self, count: int) -> None:
+        """Takes bytes; called in the event loop alone.
+
+        Raises:
+            Refusal: There are not as many.
+        """
+        if self.held + count > self._most:
+            raise Refusal(
+                503,
+                "the server has no memory for this now; send it again later, or less at once",
+                code="overloaded",
+                retry_s=5,
+            )
+        self.held += count
+
+    def give_back(self, count: int) -> None:
+        """Gives bytes back."""
+        self.held -= count
 
 
 class Rates:
@@ -186,6 +238,8 @@ class Gate:
         self.app, self.limits, self.hosts, self._count = app, limits, hosts, count
         self._key = None if key is None else key.encode()
         self.active, self.draining = 0, False
+        self.budget = Budget(limits.memory_bytes)
+        self._strangers = 0
         self._of_client: Counter[str] = Counter()
         self._rates = Rates(limits.rate)
 
@@ -204,8 +258,7 @@ class Gate:
             await self._admitted(scope, receive, noted)
         finally:
             if scope["type"] == "http":
-                endpoint = getattr(scope.get("route"), "path", "none")
-                self._count(endpoint, status, time.monotonic() - began)
+                self._count(_endpoint(scope), status, time.monotonic() - began)
 
     async def _admitted(self, scope: Any, receive: Receive, send: Send) -> None:
         client = (scope.get("client") or ("unknown",))[0]
@@ -214,11 +267,22 @@ class Gate:
             self._check(scope, client, headers)
         except Refusal as refusal:
             return await _refuse(scope, receive, send, refusal)
+        stranger = scope.get(KNOWN) is False
         self.active += 1
+        self._strangers += stranger
         self._of_client[client] += 1
+
+        def admit() -> None:
+            nonlocal stranger
+            self._strangers -= stranger
+            stranger = False
+
+        scope[ADMIT], scope[LATER] = admit, [admit]
         try:
             await self._serve(scope, receive, send)
         finally:
+            for call in scope[LATER]:
+                call()
             self.active -= 1
             self._of_client[client] -= 1
             if not self._of_client[client]:
@@ -254,7 +318,9 @@ class Gate:
                 "no valid key; send the header 'Authorization: Bearer KEY'",
                 code="invalid_api_key",
             )
-        scope["mmdecode.key_known"] = not later or self._key is None
+        scope[KNOWN] = not later or self._key is None
+        if not scope[KNOWN] and self._strangers >= self.limits.strangers:
+            raise Refusal(503, "too many clients without a key; send the header", retry_s=1)
         if wait_s := self._rates.take(client):
             raise Refusal(429, "too many requests a minute from this address", retry_s=wait_s)
         if self._of_client[client] >= self.limits.connections_of_client:
@@ -280,7 +346,7 @@ class Gate:
         """Runs the application, with limits on what is received and sent."""
         limits, socket = self.limits, scope["type"] == "websocket"
         received, whole, answered = 0, False, False
-        until_s = time.monotonic() + limits.request_s
+        until_s = scope[UNTIL] = time.monotonic() + limits.request_s
 
         async def limited_receive() -> Message:
             nonlocal received, whole
@@ -294,6 +360,7 @@ class Gate:
                 if left_s < limits.receive_s:
                     problem = f"the body did not end within {limits.request_s:g} s"
                 raise Refusal(408, f"{problem}; send the body at once") from None
+            self.budget.take(len(message.get("body", b"")))
             received += len(message.get("body", b""))
             whole = not message.get("more_body", False)
             if received > limits.upload_bytes:
@@ -316,12 +383,18 @@ class Gate:
         except Exception as error:
             # not raised again: uvicorn would log its message, which may be a client's
             name, where = type(error).__name__, _lines_of(error)
-            LOG.error("%s at %s: a bug of the server, in %s", name, scope["path"], where)
+            LOG.error("%s at %s: a bug of the server, in %s", name, _endpoint(scope), where)
             if socket:
                 with contextlib.suppress(Exception):  # it is closed already
                     await limited_send({"type": "websocket.close", "code": INTERNAL})
             elif not answered:
-                await _refuse(scope, receive, send, Refusal(500, FAILED))
+                await _refuse(scope, receive, send, Refusal(500, FAILED, code="internal_error"))
+        finally:
+            self.budget.give_back(received)
+
+
+def _endpoint(scope: Any) -> str:
+    return getattr(scope.get("route"), "path", "none")
 
 
 def _lines_of(error: Exception) -> str:
@@ -341,13 +414,23 @@ async def _refuse(scope: Any, receive: Receive, send: Send, refusal: Refusal) ->
     body = json.dumps(refusal.body).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     headers += [(name.encode(), value.encode()) for name, value in refusal.headers.items()]
-    headers.append((b"connection", b"close"))  # what is left of the body is not read
+    headers.append((b"connection", b"close"))
     kind = "http"
     if scope["type"] == "websocket":
         if "websocket.http.response" not in scope.get("extensions", {}):
             code = TRY_AGAIN if refusal.retry_s else POLICY_VIOLATION
-            await send({"type": "websocket.close", "code": code, "reason": str(refusal)[:120]})
+            await send({"type": "websocket.close", "code": code, "reason": close_reason(refusal)})
             return
         kind = "websocket.http"
     await send({"type": f"{kind}.response.start", "status": refusal.status, "headers": headers})
-    await send({"type": f"{kind}.response.body", "body": body})
+    await send({"type": f"{kind}.response.body", "body": body, "more_body": kind == "http"})
+    if kind == "http":
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(_skip(receive), LINGER_S)
+        await send({"type": f"{kind}.response.body", "body": b""})
+
+
+async def _skip(receive: Receive) -> None:
+    """Receives the rest of a request, and drops it."""
+    while (await receive()).get("more_body", False):
+        pass

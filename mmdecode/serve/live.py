@@ -10,6 +10,7 @@ further until it has caught up; nothing is dropped.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Mapping
 from functools import partial
@@ -21,7 +22,16 @@ from fastapi import APIRouter, WebSocket, WebSocketDisconnect
 from mmdecode.asr.results import Failure
 from mmdecode.asr.streaming import Update
 from mmdecode.errors import MMDecodeError, OptionError, OverloadError
-from mmdecode.serve.limits import INTERNAL, POLICY_VIOLATION, TRY_AGAIN, Refusal, is_text
+from mmdecode.serve.limits import (
+    ADMIT,
+    INTERNAL,
+    KNOWN,
+    POLICY_VIOLATION,
+    TRY_AGAIN,
+    Refusal,
+    close_reason,
+    is_text,
+)
 from mmdecode.serve.service import Channel, Service, refusal_of, refusal_of_failure
 from mmdecode.serve.speech import LiveStream
 
@@ -40,8 +50,9 @@ START = {
 """Fields of the first message with their types; all may be left out."""
 _OF_STREAM = ("language", "task", "prompt", "policy", "step_s", "word_timestamps", "vad")
 RATES = (8_000, 48_000)
-MOST_MESSAGE = 1 << 20
-"""Bytes of a message."""
+LEAST_STEP_S = 0.1
+STRANGER_S = 5.0
+"""Seconds in which a client without the header sends its key."""
 BAD = 1007
 """Close code: data that is not consistent."""
 
@@ -61,7 +72,7 @@ def routes(service: Service) -> APIRouter:
             code = {401: POLICY_VIOLATION, 503: TRY_AGAIN}.get(refusal.status, BAD)
             code = INTERNAL if refusal.status == 500 else code
             await socket.send_json(refusal.body["error"] | {"type": "error"})
-            await socket.close(code, str(refusal)[:100])
+            await socket.close(code, close_reason(refusal))
 
     return router
 
@@ -84,7 +95,12 @@ class _Connection:
 
     async def run(self) -> None:
         """Serves the stream from its first message to its last words."""
-        first = await self._message()
+        wait_s = self._service.limits.receive_s
+        if not self._socket.scope[KNOWN]:
+            wait_s = min(wait_s, STRANGER_S)
+        first = await self._message(wait_s)
+        if first is None:
+            raise Refusal(408, f"nothing was received for {wait_s:g} s")
         given, data = _start(first)
         self._refuse_unknown_key(given)
         worker = self._service.speech_for(given.get("model", (*self._service.speech_names, "")[0]))
@@ -103,24 +119,19 @@ class _Connection:
             raise refusal_of(error) from error
         sending = asyncio.create_task(self._send_updates())
         receiving = asyncio.create_task(self._receive_audio(stream, data))
-        draining = asyncio.create_task(self._service.drained.wait())
         try:
-            await asyncio.wait((sending, receiving, draining), return_when=asyncio.FIRST_COMPLETED)
-            if draining.done() and not (sending.done() or receiving.done()):
-                receiving.cancel()
-                await self._socket.send_json({"type": "closing"})
-                stream.finish()
-            if receiving.done() and not receiving.cancelled():
+            await asyncio.wait((sending, receiving), return_when=asyncio.FIRST_COMPLETED)
+            if receiving.done():
                 receiving.result()
             await sending
         finally:
-            for task in (sending, receiving, draining):
+            for task in (sending, receiving):
                 task.cancel()
             if not stream.stream.ended:
                 stream.leave()
 
     def _refuse_unknown_key(self, given: Mapping[str, Any]) -> None:
-        known = self._socket.scope.get("mmdecode.key_known", False)
+        known = self._socket.scope[KNOWN]
         if not known and not self._service.knows_key(str(given.get("key", "")).encode()):
             raise Refusal(
                 401,
@@ -128,19 +139,31 @@ class _Connection:
                 "first message",
                 code="invalid_api_key",
             )
+        self._socket.scope[ADMIT]()
 
-    async def _message(self) -> str | bytes:
-        """Returns the next message.
+    async def _message(self, wait_s: float) -> str | bytes | None:
+        """Returns the next message; ``None``: there is none in time, or the server ends.
+
+        Args:
+            wait_s: Seconds to wait for it.
 
         Raises:
             WebSocketDisconnect: The client has gone.
-            Refusal: It sends nothing, or too much at once.
         """
+        getting = asyncio.ensure_future(self._socket.receive())
+        draining = asyncio.ensure_future(self._service.drained.wait())
         try:
-            message = await asyncio.wait_for(self._socket.receive(), self._service.limits.receive_s)
-        except TimeoutError:
-            seconds = self._service.limits.receive_s
-            raise Refusal(408, f"nothing was received for {seconds:g} s") from None
+            await asyncio.wait(
+                (getting, draining),
+                timeout=wait_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if not getting.done():
+                return None
+            message = getting.result()
+        finally:
+            getting.cancel()
+            draining.cancel()
         if message["type"] == "websocket.disconnect":
             raise WebSocketDisconnect(message.get("code") or 1005)
         found: str | bytes | None = message.get("bytes")
@@ -151,21 +174,19 @@ class _Connection:
     async def _receive_audio(self, stream: LiveStream, data: bytes) -> None:
         """Feeds the stream until the client ends it."""
         await self._feed(stream, data)
-        while True:
-            try:
-                message = await self._message()
-            except Refusal as refusal:
-                if refusal.status != 408:
-                    raise
-                break  # what was said so far is transcribed
+        wait_s = self._service.limits.receive_s
+        while (message := await self._message(wait_s)) is not None:
             if isinstance(message, bytes):
                 await self._feed(stream, message)
                 continue
             if _json(message).get("type") != "finish":
                 raise Refusal(400, f"message {message[:100]!r}; expected samples or 'finish'")
             break
-        await self._feed(stream, b"", last=True)
-        stream.finish()
+        if self._service.drained.is_set():
+            await self._socket.send_json({"type": "closing"})
+        await self._feed(stream, b"", last=True)  # all that came is transcribed
+        with contextlib.suppress(OptionError):  # it has failed: the failure is sent
+            stream.finish()
 
     async def _feed(self, stream: LiveStream, data: bytes, last: bool = False) -> None:
         """Feeds samples; waits while too many of them wait for decoding."""
@@ -241,6 +262,9 @@ def _start(message: str | bytes) -> tuple[dict[str, Any], bytes]:
             raise Refusal(400, f"{name}={value!r:.100}; expected {START[name].__name__}", name)
         if isinstance(value, str) and not is_text(value):
             raise Refusal(400, f"{name}={value!r:.100} is not UTF-8 text; write it as UTF-8", name)
+    if given.get("step_s", LEAST_STEP_S) < LEAST_STEP_S:
+        least = f"expected {LEAST_STEP_S:g} or more seconds"
+        raise Refusal(400, f"step_s={given['step_s']}; {least}", "step_s")
     if not RATES[0] <= given.get("rate", RATES[0]) <= RATES[1]:
         raise Refusal(400, f"rate={given['rate']}; expected {RATES[0]} to {RATES[1]} Hz", "rate")
     return given, b""

@@ -187,7 +187,7 @@ def limit_memory(more_bytes: int) -> None:
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource
 
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        pages = int(Path("/proc/self/statm").read_text("ascii").split()[0])
         most = pages * resource.getpagesize() + more_bytes
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
@@ -228,7 +228,8 @@ def main(memory_bytes: int, most_pixels: int, time_limit_s: float) -> None:
         time_limit_s: Seconds that the parent gives an upload. A parent that has died kills nothing,
             so the system ends this process `GRACE_S` later.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):  # the server says when it is over
+        signal.signal(number, signal.SIG_IGN)
     requests, answers = take_pipes()
     load_readers(most_pixels)
     limit_memory(memory_bytes)

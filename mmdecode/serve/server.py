@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 import time
 from collections.abc import Callable
 from types import FrameType
@@ -18,6 +19,8 @@ from mmdecode.serve.app import make_app, watch
 from mmdecode.serve.limits import Gate
 from mmdecode.serve.service import Service
 
+MOST_IDLE = 1000
+"""Connections that may be open without a request."""
 _LOOK_S = 0.1  # seconds between two looks at what is still being served
 _MOST_HEADERS = 64 << 10
 
@@ -75,6 +78,7 @@ class DrainingServer(uvicorn.Server):
         """Begins to end; the second time, ends at once. May be called from any thread."""
         if self._gate.draining:
             self.force_exit = self.should_exit = True
+            threading.Thread(target=self._service.media.close, daemon=True).start()
             return
         self._gate.draining = True
         self._loop.call_soon_threadsafe(self._begin_to_end)
@@ -101,13 +105,14 @@ def bound(host: str, port: int) -> socket.socket:
     Raises:
         InputError: It cannot.
     """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio sets TCP_NODELAY where the protocol is said; without it each answer takes 40 ms
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        # asyncio sets TCP_NODELAY where the protocol is said; without it each answer takes 40 ms
-        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
     except OSError as error:
+        listener.close()
         raise InputError(
             f"cannot listen at {host}:{port}: {error.strerror}; choose another --port or --host"
         ) from error
@@ -132,13 +137,15 @@ def serve(
         hand_on: Called with the server before it starts.
     """
     gate = gate_of(make_app(service))
-    service.knows_key = gate.knows
+    service.knows_key, service.budget = gate.knows, gate.budget
     watch(service, gate)
     limits = service.limits
     config = uvicorn.Config(
         gate,
         log_level="warning",
         access_log=False,
+        limit_concurrency=limits.connections + MOST_IDLE,
+        proxy_headers=False,  # else a client of this machine could say that it is another
         server_header=False,
         ws_max_size=1 << 20,
         # a client whose stream waits is not read, and neither is its answer to a ping; one that has

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 from mmdecode.errors import (
     IncompatibleError,
@@ -20,7 +23,7 @@ from mmdecode.errors import (
 )
 from mmdecode.runs.items import OUT_OF_MEMORY
 from mmdecode.serve.answers import AnswerWorker
-from mmdecode.serve.limits import Limits, Receive, Refusal
+from mmdecode.serve.limits import LOG, Budget, Limits, Receive, Refusal
 from mmdecode.serve.media import MediaDecoder, TooLargeError
 from mmdecode.serve.metrics import Metrics
 from mmdecode.serve.speech import SpeechWorker
@@ -28,11 +31,13 @@ from mmdecode.serve.speech import SpeechWorker
 Item = TypeVar("Item")
 ASKED = InputError, OptionError, UnknownNameError, IncompatibleError, MissingExtraError
 """Errors of what a client sent, or of an option that this server does not have."""
+MEDIA_THREADS = 8
+"""Uploads that are decoded, or wait for it, at a time; others wait before."""
 
 
 @dataclass(kw_only=True)
 class Service:
-    """What the endpoints share.
+    """Models, workers and settings that the endpoints share.
 
     Attributes:
         limits: The limits.
@@ -43,6 +48,7 @@ class Service:
         speech_names: Names of the recogniser, by which clients ask for it; the first is its own.
         answer_names: Names of the vision-language model.
         knows_key: Whether a key is that of the server.
+        budget: Memory that requests may hold.
         created: Time when the server started, in seconds since 1970.
         drained: Set when the server is about to end.
     """
@@ -55,11 +61,28 @@ class Service:
     speech_names: Sequence[str] = ()
     answer_names: Sequence[str] = ()
     knows_key: Callable[[bytes | None], bool] = lambda key: True
+    budget: Budget = field(default_factory=lambda: Budget(1 << 40))
     created: int = field(default_factory=lambda: int(time.time()))
     drained: asyncio.Event = field(default_factory=asyncio.Event)
 
+    def __post_init__(self) -> None:
+        # of its own, so that uploads that wait for a decoder hold up nothing else
+        self._threads = ThreadPoolExecutor(MEDIA_THREADS, "media")
+
+    async def decoded(self, decode: Callable[..., Item], *args: Any, **how: Any) -> Item:
+        """Returns what a function of `media` returns, in a thread."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, partial(decode, *args, **how))
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the workers run."""
+        workers = (self.speech, self.answers)
+        return all(worker.is_alive for worker in workers if worker is not None)
+
     def close(self) -> None:
         """Ends all workers."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in (self.speech, self.answers, self.media):
             if worker is not None:
                 worker.close()
@@ -110,9 +133,20 @@ class Channel(Generic[Item]):
         with contextlib.suppress(RuntimeError):  # the server has ended
             self._loop.call_soon_threadsafe(self._items.put_nowait, item)
 
-    async def get(self) -> Item:
-        """Returns the next item, as soon as there is one."""
-        return await self._items.get()
+    async def get(self, until_s: float = math.inf) -> Item:
+        """Returns the next item, as soon as there is one.
+
+        Args:
+            until_s: Time of the monotonic clock until which it has to come.
+
+        Raises:
+            Refusal: It takes too long.
+        """
+        left_s = None if math.isinf(until_s) else max(0.0, until_s - time.monotonic())
+        try:
+            return await asyncio.wait_for(self._items.get(), left_s)
+        except TimeoutError:
+            raise _late() from None
 
     async def get_for(self, receive: Receive, until_s: float) -> Item:
         """Returns the next item, while the client of a request waits for it.
@@ -137,10 +171,14 @@ class Channel(Generic[Item]):
                 return getting.result()
             if going.done():
                 raise GoneError
-            raise Refusal(504, "the request takes too long; send less at once", code="timeout")
+            raise _late()
         finally:
             getting.cancel()
             going.cancel()
+
+
+def _late() -> Refusal:
+    return Refusal(504, "the request takes too long; send less at once", code="timeout")
 
 
 async def _gone(receive: Receive) -> None:
@@ -157,7 +195,8 @@ def refusal_of(error: MMDecodeError, param: str | None = None) -> Refusal:
         return Refusal(503, text, code="overloaded", retry_s=1)
     if isinstance(error, ASKED):
         return Refusal(400, text, param)
-    return Refusal(500, text)
+    LOG.error("%s: %s", type(error).__name__, text)  # of the server's own
+    return Refusal(500, "the server failed; its log says why", code="internal_error")
 
 
 def refusal_of_failure(error: str, kind: str | None) -> Refusal:

@@ -1,9 +1,9 @@
 """`SpeechWorker`: decodes the files and streams of all clients, in batches that clients share.
 
-One thread owns the recogniser. It decodes one step of all streams, then one step of all files, and
-so on, so that a long file holds up no stream. Files with the same options share a batch, which new
-files join between two steps; the text of a file is the one that it has alone, see
-`mmdecode.asr.decoding.long_form`. A batch takes no new files while files with other options wait.
+One thread owns the recogniser. It decodes one step of all streams, then one of each batch of files,
+and so on, so that a long file holds up neither streams nor files. Files with the same options share
+a batch, which new files join between two steps; the text of a file is the one that it has alone,
+see `mmdecode.asr.decoding.long_form`.
 """
 
 from __future__ import annotations
@@ -40,14 +40,27 @@ class FileRequest:
         source: The recording.
         options: Options of its transcription.
         notify: Function that is called after each step, and at the end with the result.
+        discard: Function that takes it out of the queue.
 
     Attributes:
         cancelled: Whether nobody waits for it any more; it then ends after the step at hand.
     """
 
-    def __init__(self, source: Source, options: TranscribeOptions, notify: Notify) -> None:
+    def __init__(
+        self,
+        source: Source,
+        options: TranscribeOptions,
+        notify: Notify,
+        discard: Callable[[FileRequest], None],
+    ) -> None:
         self.source, self.options, self.notify = source, options, notify
+        self._discard = discard
         self.cancelled = False
+
+    def cancel(self) -> None:
+        """Says that nobody waits for it any more; called from any thread."""
+        self.cancelled = True
+        self._discard(self)
 
 
 class Batch:
@@ -55,16 +68,15 @@ class Batch:
 
     Args:
         transcriber: Transcriber with their options.
-        take: Function that returns the next waiting file, or ``None``; its argument is whether a
-            step was decoded already, so that the file would join.
+        take: Function that returns the next waiting file with these options, or ``None``.
         size: Most files at once.
     """
 
     def __init__(
-        self, transcriber: Transcriber, take: Callable[[bool], FileRequest | None], size: int
+        self, transcriber: Transcriber, take: Callable[[], FileRequest | None], size: int
     ) -> None:
         self._take, self._files = take, dict[int, FileRequest]()
-        self._count, self._has_begun = 0, False
+        self._count = 0
         self._steps = transcriber.stream_windows(self, self._is_wanted, size)
 
     def __len__(self) -> int:
@@ -75,7 +87,7 @@ class Batch:
 
     def __next__(self) -> Source:
         """Takes a waiting file into the batch."""
-        request = self._take(self._has_begun)
+        request = self._take()
         if request is None:
             raise StopIteration
         self._files[self._count] = request
@@ -91,7 +103,6 @@ class Batch:
         """Decodes, if need be, and hands on what is new of one file; whether any file is left."""
         try:
             index, segments, result = next(self._steps)
-            self._has_begun = True
         except StopIteration:
             return False
         except Exception as error:  # of the options or the machine: it is that of all of them
@@ -113,10 +124,16 @@ class LiveStream:
     Args:
         stream: Its stream in the pool.
         wake: Function that wakes the worker.
+        forget: Function that takes the stream from the worker.
     """
 
-    def __init__(self, stream: PooledStream, wake: Callable[[], None]) -> None:
-        self.stream, self._wake = stream, wake
+    def __init__(
+        self,
+        stream: PooledStream,
+        wake: Callable[[], None],
+        forget: Callable[[PooledStream], None],
+    ) -> None:
+        self.stream, self._wake, self._forget = stream, wake, forget
 
     def feed(self, samples: np.ndarray) -> None:
         """Adds samples; see `PooledStream.feed`."""
@@ -131,7 +148,7 @@ class LiveStream:
     def leave(self) -> None:
         """Ends the stream at once; see `PooledStream.leave`."""
         self.stream.leave()
-        self._wake()
+        self._forget(self.stream)
 
 
 class SpeechWorker:
@@ -152,7 +169,7 @@ class SpeechWorker:
         self._pool = StreamPool(transcriber, batch_size, limits.waiting_s)
         self._takers: dict[PooledStream, Take] = {}
         self._waiting: OrderedDict[TranscribeOptions, deque[FileRequest]] = OrderedDict()
-        self._batch: Batch | None = None
+        self._batches: dict[TranscribeOptions, Batch] = {}
         self._changed = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="speech", daemon=True)
@@ -167,8 +184,12 @@ class SpeechWorker:
     @property
     def decoding(self) -> int:
         """Number of files that are decoded."""
-        batch = self._batch
-        return 0 if batch is None else len(batch)
+        return sum(map(len, list(self._batches.values())))
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its thread runs."""
+        return self._thread.is_alive()
 
     @property
     def streams(self) -> int:
@@ -202,7 +223,7 @@ class SpeechWorker:
             OverloadError: Too many files wait.
         """
         source = source_of(samples, self.transcriber.sampling_rate)
-        request = FileRequest(source, options, notify)
+        request = FileRequest(source, options, notify, self._discard)
         with self._changed:
             if sum(map(len, self._waiting.values())) >= self._limits.queue:
                 raise OverloadError(
@@ -231,7 +252,7 @@ class SpeechWorker:
                 )
             stream = self._pool.open(**options)
             self._takers[stream] = take
-        return LiveStream(stream, self._wake)
+        return LiveStream(stream, self._wake, self._forget)
 
     def close(self) -> None:
         """Ends the thread after the step at hand; what waits is not decoded."""
@@ -244,8 +265,20 @@ class SpeechWorker:
         with self._changed:
             self._changed.notify()
 
+    def _discard(self, request: FileRequest) -> None:
+        with self._changed:
+            own = self._waiting.get(request.options, deque())
+            if request in own:
+                own.remove(request)
+                if not own:
+                    del self._waiting[request.options]
+
+    def _forget(self, stream: PooledStream) -> None:
+        with self._changed:
+            self._takers.pop(stream, None)
+
     def _has_work(self) -> bool:
-        return self._batch is not None or bool(self._waiting) or self._pool.is_due
+        return bool(self._batches or self._waiting) or self._pool.is_due
 
     def _run(self) -> None:
         while True:
@@ -255,12 +288,27 @@ class SpeechWorker:
                     return
             if self._pool.is_due:
                 self._round()
-            if self._batch is None:
-                self._batch = self._next_batch()
-            if self._batch is not None:
-                self._metrics.batch(len(self._batch))
-                if not self._batch.step():
-                    self._batch = None
+            self._begin()
+            for options, batch in list(self._batches.items()):
+                self._metrics.batch(len(batch))
+                if not batch.step():
+                    del self._batches[options]
+
+    def _begin(self) -> None:
+        """Begins batches of options that wait and have none, at most as many as files in one."""
+        with self._changed:
+            others = [options for options in self._waiting if options not in self._batches]
+        for options in others[: max(0, self._size - len(self._batches))]:
+            try:
+                transcriber = self.transcriber.with_options(**vars(options))
+            except Exception as error:  # of the options: it is that of all who have them
+                failed = failure_of("", 0, Failed.of(error, HINT))
+                with self._changed:
+                    waiting = self._waiting.pop(options, deque())
+                for request in waiting:
+                    request.notify([], failed)
+                continue
+            self._batches[options] = Batch(transcriber, partial(self._take, options), self._size)
 
     def _round(self) -> None:
         """Decodes a step of the streams."""
@@ -275,36 +323,26 @@ class SpeechWorker:
                 take(failed, True)
             return
         self._metrics.round(len(found))
-        with self._changed:  # those whose clients have gone
-            self._takers = {one: take for one, take in self._takers.items() if not one.has_left}
-            takers = dict(self._takers)
-            for stream, _ in found:
+        for stream, result in found:
+            with self._changed:
+                taker = self._takers.get(stream)
                 if stream.ended:
                     self._takers.pop(stream, None)
-        for stream, result in found:
-            if stream in takers:
-                takers[stream](result, stream.ended)
+            if taker is not None:
+                taker(result, stream.ended)
 
-    def _next_batch(self) -> Batch | None:
-        """Begins a batch of the options that have waited longest."""
+    def _take(self, options: TranscribeOptions) -> FileRequest | None:
+        """Returns the next file that waits with the options of a batch.
+
+        While others wait that have no batch, and there is no room for one more, none joins.
+        """
         with self._changed:
-            if not self._waiting:
+            own = self._waiting.get(options)
+            others = any(other not in self._batches for other in self._waiting)
+            full = len(self._batches) >= self._size and len(self._batches[options]) > 0
+            if own is None or (others and full):
                 return None
-            options = next(iter(self._waiting))
-        transcriber = self.transcriber.with_options(**vars(options))
-        return Batch(transcriber, partial(self._take, options), self._size)
-
-    def _take(self, options: TranscribeOptions, joins: bool) -> FileRequest | None:
-        """Returns the next file that waits with the same options as the batch at hand."""
-        with self._changed:
-            while own := self._waiting.get(options):
-                if joins and len(self._waiting) > 1:
-                    return None
-                request = own.popleft()
-                if own:
-                    self._waiting.move_to_end(options)
-                else:
-                    del self._waiting[options]
-                if not request.cancelled:
-                    return request
-            return None
+            request = own.popleft()
+            if not own:
+                del self._waiting[options]
+            return request

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -24,9 +23,9 @@ from mmdecode.asr.options import TranscribeOptions
 from mmdecode.asr.output.formats import srt, vtt, whisper_json
 from mmdecode.asr.results import Failure, Segment, Transcript
 from mmdecode.errors import MMDecodeError
-from mmdecode.serve.limits import Refusal, is_text
+from mmdecode.serve.limits import LATER, UNTIL, Refusal, is_text
 from mmdecode.serve.service import Channel, Service, refusal_of, refusal_of_failure
-from mmdecode.serve.speech import FileRequest, SpeechWorker
+from mmdecode.serve.speech import SpeechWorker
 
 FORMATS = ("json", "text", "srt", "verbose_json", "vtt")
 MOST_TEXT = 10_000
@@ -78,26 +77,24 @@ async def _answer(service: Service, request: Request, task: str) -> Response:
     """Answers a request for the text of a file."""
     form = await read_form(request, task)
     worker = service.speech_for(form.model)
-    until_s = time.monotonic() + service.limits.request_s
     channel: Channel[Found] = Channel()
     options = await asyncio.to_thread(_options, worker, form)
     try:
-        samples = await asyncio.to_thread(
-            service.media.samples, form.data, worker.transcriber.sampling_rate
-        )
+        rate = worker.transcriber.sampling_rate
+        samples = await service.decoded(service.media.samples, form.data, rate, name="file")
+        service.budget.take(samples.nbytes)
+        request.scope[LATER].append(partial(service.budget.give_back, samples.nbytes))
         asked = worker.submit(samples, options, lambda *found: channel.put(found))
     except MMDecodeError as error:
         raise refusal_of(error) from error
+    request.scope[LATER].append(asked.cancel)
+    until_s = request.scope[UNTIL]
     if form.stream:
-        events = _events(service, channel, asked)
+        events = _events(service, channel, until_s)
         return StreamingResponse(events, media_type="text/event-stream", headers=UNBUFFERED)
-    try:
-        while True:
-            _, result = await channel.get_for(request.receive, until_s)
-            if result is not None:
-                break
-    finally:
-        asked.cancelled = True
+    result = None
+    while result is None:
+        _, result = await channel.get_for(request.receive, until_s)
     if isinstance(result, Failure):
         raise refusal_of_failure(result.error, result.kind)
     service.metrics.audio("files", result.duration_s)
@@ -119,38 +116,33 @@ UNBUFFERED = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 """Headers that keep proxies from holding events back."""
 
 
-async def _events(
-    service: Service, channel: Channel[Found], asked: FileRequest
-) -> AsyncIterator[str]:
+async def _events(service: Service, channel: Channel[Found], until_s: float) -> AsyncIterator[str]:
     """Yields server-sent events: new text, and at the end all of it."""
     sent, texts = "", list[str]()
-    try:
-        while True:
-            segments, result = await channel.get()
-            if isinstance(result, Failure):
-                yield event(refusal_of_failure(result.error, result.kind).body)
-                return
-            texts += [segment.text for segment in segments if segment.text]
-            whole = " ".join(texts) if result is None else result.text
-            if whole.startswith(sent) and whole != sent:
-                yield event({"type": "transcript.text.delta", "delta": whole[len(sent) :]})
-                sent = whole
-            if result is not None:
-                service.metrics.audio("files", result.duration_s)
-                done = {
-                    "type": "transcript.text.done",
-                    "text": result.text,
-                    "usage": _usage(result),
-                }
-                yield event(done)
-                return
-    finally:
-        asked.cancelled = True
+    while True:
+        try:
+            segments, result = await channel.get(until_s)
+        except Refusal as refusal:
+            yield event(refusal.body)
+            return
+        if isinstance(result, Failure):
+            yield event(refusal_of_failure(result.error, result.kind).body)
+            return
+        texts += [segment.text for segment in segments if segment.text]
+        whole = " ".join(texts) if result is None else result.text
+        if whole.startswith(sent) and whole != sent:
+            yield event({"type": "transcript.text.delta", "delta": whole[len(sent) :]})
+            sent = whole
+        if result is not None:
+            service.metrics.audio("files", result.duration_s)
+            done = {"type": "transcript.text.done", "text": result.text, "usage": _usage(result)}
+            yield event(done)
+            return
 
 
 def event(data: Mapping[str, Any]) -> str:
     """Formats a server-sent event."""
-    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
+    return f"data: {json.dumps(data)}\n\n"  # of ASCII: some clients split lines at U+2028
 
 
 def _usage(transcript: Transcript) -> dict[str, Any]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 import os
 import threading
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,6 +27,7 @@ from mmdecode.errors import InputError, UnsupportedModelError
 from mmdecode.guide.answers import yes_no_ids, yes_no_margin
 from mmdecode.model_names import full_name
 from mmdecode.runs.items import Failed, OnError, Watch, collected, each, tried
+from mmdecode.vlm.batching import batches, by_image, by_length
 from mmdecode.vlm.chat import Chat
 from mmdecode.vlm.loading import load
 from mmdecode.vlm.options import AnswerOptions, make_options
@@ -46,7 +46,6 @@ MEMORY_HINT = (
 
 _MOST_TIMES = 100
 """Maximum length of a prompt, as a multiple of the length that a model was made for."""
-_LONGER = 32  # a question this many times longer than its batch's first begins a new batch
 
 
 class Answerer:
@@ -178,7 +177,11 @@ class Answerer:
         return collected(self.answers(asked, **options), single, on_error)
 
     def answers(
-        self, requests: Sequence[AnswerRequest], watch: Watch | None = None, **options: Any
+        self,
+        requests: Sequence[AnswerRequest],
+        watch: Watch | None = None,
+        wanted: Callable[[], bool] | None = None,
+        **options: Any,
     ) -> Iterator[Answer]:
         """Yields answers as their batches are decoded; a batch has questions of similar length.
 
@@ -187,21 +190,26 @@ class Answerer:
         Args:
             requests: Requests as `requests_of` returns them.
             watch: Error state that several calls of one job share; see `mmdecode.runs.items`.
+            wanted: Whether to go on with the answers at hand; asked after each round.
             **options: Fields of `AnswerOptions`.
 
         Raises:
             MMDecodeError: The configuration is wrong, so that all questions fail.
         """
         watch = Watch() if watch is None else watch
-        yield from watch.released(self._outcomes(requests, make_options(options), watch))
+        yield from watch.released(self._outcomes(requests, make_options(options), watch, wanted))
 
     def _outcomes(
-        self, requests: Sequence[AnswerRequest], settings: AnswerOptions, watch: Watch
+        self,
+        requests: Sequence[AnswerRequest],
+        settings: AnswerOptions,
+        watch: Watch,
+        wanted: Callable[[], bool] | None,
     ) -> Iterator[tuple[Answer, Failed | None]]:
         lengths = [tried(partial(self._length, request), MEMORY_HINT) for request in requests]
         asked = [*zip(requests, lengths, strict=True)]
-        ordered = _by_length(asked) if settings.prompt_cache == 0 else _by_image(asked)
-        for batch in _batches(ordered, settings.batch_size):
+        ordered = by_length(asked) if settings.prompt_cache == 0 else by_image(asked)
+        for batch in batches(ordered, settings.batch_size):
             readable: list[tuple[AnswerRequest, Question]] = []
             for request, length in batch:
                 question = (
@@ -215,7 +223,7 @@ class Answerer:
                     readable.append((request, question))
             for (request, _), found in each(
                 readable,
-                partial(self._batch, settings=settings),
+                partial(self._batch, settings=settings, wanted=wanted),
                 hint=MEMORY_HINT,
                 name=lambda one: one[0].id,
                 watch=watch,
@@ -281,13 +289,20 @@ class Answerer:
         [request] = requests_of([image], question, None if id is None else [id])
         yield from self.pieces(request, **options)
 
-    def pieces(self, request: AnswerRequest, **options: Any) -> Generator[str, None, Answer]:
+    def pieces(
+        self, request: AnswerRequest, wanted: Callable[[], bool] = lambda: True, **options: Any
+    ) -> Generator[str, None, Answer]:
         """Yields the answer to a request in pieces, see `stream`; returns it without margins.
+
+        Args:
+            request: The request.
+            wanted: Whether to go on; asked after each round.
+            **options: Fields of `AnswerOptions`.
 
         Raises:
             InputError: The request cannot be answered.
         """
-        from transformers import StoppingCriteriaList, TextIteratorStreamer
+        from transformers import TextIteratorStreamer
 
         settings = make_options(options)
         asked = self._question(request, self._length(request)[1], settings)
@@ -310,7 +325,7 @@ class Answerer:
                     inputs,
                     replace(settings, margins=False),
                     streamer=streamer,
-                    stopping_criteria=StoppingCriteriaList([lambda ids, scores: left.is_set()]),
+                    stopping_criteria=_while(lambda: wanted() and not left.is_set()),
                 )
             except BaseException as problem:  # raised in the thread that reads the pieces
                 problems.append(problem)
@@ -328,11 +343,16 @@ class Answerer:
         return answers[0]
 
     def _batch(
-        self, asked: Sequence[tuple[AnswerRequest, Question]], settings: AnswerOptions
+        self,
+        asked: Sequence[tuple[AnswerRequest, Question]],
+        settings: AnswerOptions,
+        wanted: Callable[[], bool] | None = None,
     ) -> list[Answer]:
         """Answers a batch of questions."""
         requests, questions = zip(*asked, strict=True)
-        return self._answers(requests, questions, self._inputs(questions, settings), settings)
+        inputs = self._inputs(questions, settings)
+        more = {} if wanted is None else {"stopping_criteria": _while(wanted)}
+        return self._answers(requests, questions, inputs, settings, **more)
 
     def _answers(
         self,
@@ -454,6 +474,13 @@ class Answerer:
         return decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False).strip()
 
 
+def _while(wanted: Callable[[], bool]) -> Any:
+    """Stopping criteria of ``generate`` that end all rows once they are not wanted."""
+    from transformers import StoppingCriteriaList
+
+    return StoppingCriteriaList([lambda ids, scores: not wanted()])
+
+
 @contextlib.contextmanager
 def _located(request: AnswerRequest) -> Iterator[None]:
     """Adds the table and line of a request to errors about it."""
@@ -463,38 +490,3 @@ def _located(request: AnswerRequest) -> Iterator[None]:
         if request.where is None:
             raise
         raise InputError(f"{request.where}: {error}") from error
-
-
-_Sized = tuple[AnswerRequest, tuple[int, int] | Failed]
-"""A request with its number of images and of text tokens, or why it has none."""
-
-
-def _size(length: tuple[int, int] | Failed) -> tuple[int, int]:
-    return (0, 0) if isinstance(length, Failed) else length
-
-
-def _by_length(asked: Sequence[_Sized]) -> list[_Sized]:
-    """Questions of similar length next to each other."""
-    return sorted(asked, key=lambda one: _size(one[1]))
-
-
-def _by_image(asked: Sequence[_Sized]) -> list[_Sized]:
-    """Questions about the same images next to each other; these, and others, by length."""
-    groups: dict[Any, list[_Sized]] = {}
-    for request, length in _by_length(asked):
-        images = tuple(image.identity or image.name for image in request.images)
-        groups.setdefault(images or request.index, []).append((request, length))
-    return [one for group in groups.values() for one in group]
-
-
-def _batches(ordered: Sequence[_Sized], size: int) -> Iterator[list[_Sized]]:
-    """Yields batches; a question much longer than the first of its batch begins a new batch."""
-    batch: list[_Sized] = []
-    for one in ordered:
-        longest = _LONGER * (_size(batch[0][1])[1] + _LONGER) if batch else math.inf
-        if len(batch) == size or _size(one[1])[1] > longest:
-            yield batch
-            batch = []
-        batch.append(one)
-    if batch:
-        yield batch

@@ -119,6 +119,7 @@ ON_OWN_FILES = [
     "train alignment-heads --data clips.jsonl --model zoo:whisper-synth",
     "train corrector --data clips.jsonl --model zoo:lm-synth --out corrector",
     "audit --data talk.ogg",
+    "serve --model zoo:whisper-synth",
     "bench asr --data clips.jsonl",
     "bench vlm --data clips.jsonl",
 ]

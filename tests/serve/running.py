@@ -37,10 +37,11 @@ class Running:
         url: Its address.
         service: Its models.
         gate: Its gate.
+        stop: Function that ends it, as a signal does.
     """
 
-    def __init__(self, url, service, gates):
-        self.url, self.service, self._gates = url, service, gates
+    def __init__(self, url, service, gates, stop):
+        self.url, self.service, self._gates, self.stop = url, service, gates, stop
 
     @property
     def gate(self):
@@ -49,6 +50,10 @@ class Running:
     @property
     def socket_url(self):
         return self.url.replace("http", "ws") + "/v1/audio/stream"
+
+    def paths(self):
+        """Paths of the application, those of websockets not counted."""
+        return set(self.gate.app.openapi()["paths"])
 
     def values(self):
         """Metrics by name and labels."""
@@ -94,8 +99,10 @@ def running(limits=None, key=None, hosts=None, chat=True, batch_size=8, ours=Non
     thread.start()
     assert ready.wait(20)
     try:
-        yield Running(f"http://127.0.0.1:{listener.getsockname()[1]}", service, gates)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        yield Running(url, service, gates, stops[0].stop)
     finally:
-        stops[0].stop()
+        if not gates[0].draining:
+            stops[0].stop()
         thread.join(20)
         assert not thread.is_alive()

@@ -1,14 +1,18 @@
 """Files and questions of several clients share batches, each with the text that it has alone."""
 
 import asyncio
+import gc
 import random
 import threading
 import time
+import weakref
 
 import httpx
 import openai
 import pytest
 
+from mmdecode.errors import OverloadError
+from mmdecode.serve.answers import Asked
 from mmdecode.serve.limits import Limits
 from mmdecode.serve.metrics import Metrics
 from mmdecode.serve.speech import SpeechWorker
@@ -150,9 +154,10 @@ def test_a_long_file_holds_up_neither_short_ones_nor_those_with_other_options():
         assert fed.result("long").text == transcriber()(long).text
         fed.submit("again", long)
         fed.submit("other", CLIPS[3].samples(), language="en")
-        for number in range(4):  # these join no batch while one with other options waits
+        for number in range(4):
             fed.submit(number, CLIPS[number].samples())
         assert fed.result("other").text == alone(3, language="en")
+        assert not fed.found["again"][1].is_set()
         for number in range(4):
             assert fed.result(number).text == alone(number)
 
@@ -179,12 +184,61 @@ def test_what_nobody_waits_for_is_ended():
         while not fed.found["long"][0]:
             time.sleep(0.01)
         fed.submit("next", CLIPS[3].samples())
-        request.cancelled = True
+        request.cancel()
         assert fed.result("next").text == alone(3)
         assert not fed.found["long"][1].is_set() and fed.worker.decoding == 0
 
 
-def test_an_error_of_a_batch_is_said_to_all_of_it_and_the_worker_goes_on(monkeypatch):
+def test_what_nobody_waits_for_takes_no_room_in_the_queue(monkeypatch):
+    monkeypatch.setattr(SpeechWorker, "_begin", lambda self: time.sleep(0.01))
+    with Fed() as fed:
+        fed.worker._limits = Limits(queue=1)
+        request = fed.submit("a", CLIPS[0].samples())
+        with pytest.raises(OverloadError, match="1 files wait already"):
+            fed.submit("b", CLIPS[0].samples())
+        request.cancel()
+        assert fed.worker.waiting == 0
+        fed.submit("c", CLIPS[0].samples()).cancel()
+
+
+def test_streams_that_leave_are_forgotten():
+    with Fed() as fed:
+        for _ in range(5):
+            stream = fed.worker.open(lambda *found: None)
+            stream.feed(CLIPS[0].samples()[:4000])
+            stream.leave()
+        left = weakref.ref(stream.stream)
+        del stream
+        gc.collect()
+        assert left() is None and fed.worker.streams == 0
+
+
+def test_an_answer_that_nobody_waits_for_ends(server):
+    """In a batch, and before its turn."""
+    from mmdecode.vlm.chat import request_of
+    from mmdecode.vlm.options import AnswerOptions
+
+    worker, found, ended = server.service.answers, [], threading.Event()
+    options = AnswerOptions(max_new_tokens=400, do_sample=True, temperature=50.0, text_only=True)
+    request = request_of([{"role": "user", "content": "Describe the image."}])
+    asked = Asked(request, options, 0, False, lambda *one: (found.append(one), ended.set()))
+    rounds = []
+
+    def going():
+        rounds.append(1)
+        if len(rounds) == 3:
+            worker.cancel(asked)
+        return not asked.cancelled
+
+    for one in worker.answerer.answers([request], wanted=going, **vars(options)):
+        assert len(one.token_ids) < 400
+    assert len(rounds) < 10
+    worker.submit(asked)  # cancelled before its turn: it is left out
+    time.sleep(0.2)
+    assert not found and worker.waiting == 0
+
+
+def test_an_error_of_a_batch_reaches_all_of_it_and_the_worker_goes_on(monkeypatch):
     with Fed() as fed:
         kind = type(fed.worker.transcriber)
         steps = kind.stream_windows

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import http.client
+import json
 import socket
 import time
 
@@ -11,6 +12,7 @@ import pytest
 
 from mmdecode.errors import OptionError
 from mmdecode.serve.limits import Gate, Limits, Rates, Refusal
+from mmdecode.serve.server import bound
 from mmdecode.zoo.speech import speech_test
 from tests.serve.running import SPEECH, running
 
@@ -89,6 +91,21 @@ def test_requests_that_are_too_large_are_not_read(server):
     assert server.is_idle()
 
 
+@pytest.mark.parametrize("size", [0, 4 << 20], ids=["nothing", "all"])
+def test_a_refusal_is_read_by_a_client_that_sends_all_or_nothing_of_its_body_first(server, size):
+    host, port = server.url.partition("//")[2].split(":")
+    with socket.create_connection((host, int(port)), 10) as connection:
+        connection.sendall(
+            f"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {KEY}"
+            f"\r\nContent-Length: {4 << 20}\r\n\r\n".encode()
+        )
+        connection.sendall(bytes(size))
+        found = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    head, _, body = found.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 413") and "MiB" in json.loads(body)["error"]["message"]
+    assert server.is_idle()
+
+
 def test_recordings_that_are_too_long_are_refused_after_decoding(server):
     long = next(clip for clip in speech_test() if clip.duration_s > 6.1)
     with open(long.path, "rb") as file:
@@ -112,8 +129,30 @@ def test_a_body_that_does_not_come_times_out_and_frees_its_connection(server):
     assert server.is_idle()
 
 
-def test_a_full_queue_is_said(server, monkeypatch):
-    monkeypatch.setattr(server.service.speech, "_next_batch", lambda: None)  # nothing is decoded
+def test_a_head_that_does_not_come_closes_its_connection(server):
+    """Also the second one of a connection; one that is used goes on."""
+    host, port = server.url.partition("//")[2].split(":")
+    get = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    for first in (b"", get):
+        with socket.create_connection((host, int(port)), 10) as connection:
+            connection.sendall(first)
+            began = time.monotonic()
+            while time.monotonic() - began < 8:
+                with contextlib.suppress(TimeoutError):
+                    connection.settimeout(0.3)
+                    if connection.recv(1 << 16) == b"":
+                        break
+                with contextlib.suppress(OSError):
+                    connection.sendall(b"G" if time.monotonic() - began < 0.5 else b"")
+            assert time.monotonic() - began < 6
+    with httpx.Client() as client:
+        for _ in range(4):
+            assert client.get(f"{server.url}/healthz").status_code == 200
+            time.sleep(0.4)
+
+
+def test_a_full_queue_is_refused(server, monkeypatch):
+    monkeypatch.setattr(server.service.speech, "_begin", lambda: time.sleep(0.01))
 
     async def ask():
         async with httpx.AsyncClient() as client:
@@ -139,7 +178,7 @@ def test_a_full_queue_is_said(server, monkeypatch):
 
 def test_a_request_that_takes_too_long_is_ended(monkeypatch):
     with running(Limits(request_s=0.5), chat=False) as server:
-        monkeypatch.setattr(server.service.speech, "_next_batch", lambda: None)
+        monkeypatch.setattr(server.service.speech, "_begin", lambda: time.sleep(0.01))
         answer = transcribed(server)
         assert answer.status_code == 504 and answer.json()["error"]["code"] == "timeout"
         monkeypatch.undo()
@@ -255,23 +294,22 @@ def test_an_error_of_the_server_is_answered_and_logged_without_its_message(caplo
     async def send(message):
         sent.append(message)
 
+    async def receive():
+        return {"type": "http.request"}
+
     for kind in ("http", "websocket"):
         scope = {"type": kind, "path": "/", "headers": [], "client": ("a", 1)}
-        asyncio.run(Gate(app, Limits())(scope, None, send))
-    assert [one.get("status", one.get("code")) for one in sent] == [500, None, 1011]
-    assert caplog.text.count("ValueError at /: a bug of the server, in test_limits.py:") == 2
+        asyncio.run(Gate(app, Limits())(scope, receive, send))
+    found = [one.get("status", one.get("code")) for one in sent]
+    assert [code for code in found if code] == [500, 1011]
+    assert caplog.text.count("ValueError at none: a bug of the server, in test_limits.py:") == 2
     assert "my-secret-words" not in caplog.text + "".join(capfd.readouterr())
 
 
-def test_small_answers_are_not_held_back(server):
-    """TCP waits 40 ms for the acknowledgement of a header before it sends a body."""
-    with httpx.Client(base_url=server.url) as client:
-        spent = []
-        for _ in range(20):
-            began = time.monotonic()
-            client.get("/healthz")
-            spent.append(time.monotonic() - began)
-    assert sorted(spent)[10] < 0.03
+def test_small_answers_are_not_held_back():
+    """TCP waits 40 ms for the acknowledgement of a header, unless asyncio knows the protocol."""
+    with contextlib.closing(bound("127.0.0.1", 0)) as listener:
+        assert listener.proto == socket.IPPROTO_TCP
 
 
 def test_limits_are_positive_and_refusals_say_their_kind():
@@ -280,6 +318,113 @@ def test_limits_are_positive_and_refusals_say_their_kind():
     assert Refusal(500, "a\nb").body["error"] == {
         "message": "a b", "type": "server_error", "param": None, "code": None,
     }  # fmt: skip
+
+
+def test_a_connection_that_is_used_is_kept(server):
+    """Also where no look at it meets a request."""
+    host, port = server.url.partition("//")[2].split(":")
+    get = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    with socket.create_connection((host, int(port)), 10) as connection:
+        for _ in range(30):
+            connection.sendall(get)
+            text = b""
+            while not text.endswith(b"}"):
+                text += connection.recv(1 << 16)
+                assert text
+            time.sleep(0.1)
+
+
+def test_a_body_that_trickles_has_as_much_time_as_any_request():
+    with running(Limits(request_s=1.0, receive_s=5.0), chat=False) as server:
+
+        def trickle():
+            yield b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
+            for _ in range(40):
+                time.sleep(0.1)
+                yield b"x"
+
+        began = time.monotonic()
+        kind = {"content-type": "multipart/form-data; boundary=x"}
+        url = f"{server.url}/v1/audio/transcriptions"
+        with contextlib.suppress(httpx.HTTPError):
+            assert httpx.post(url, content=trickle(), headers=kind).status_code == 408
+        assert server.is_idle() and time.monotonic() - began < 4.5
+
+
+def test_requests_share_a_budget_of_memory_and_give_it_back():
+    with running(Limits(memory_bytes=200_000), chat=False) as server:
+        answer = transcribed(server)
+        assert answer.status_code == 503 and "memory" in answer.json()["error"]["message"]
+        assert server.is_idle() and server.gate.budget.held == 0
+    with running(Limits(memory_bytes=2_000_000), chat=False) as server:
+        for stream in ("true", "false"):
+            assert transcribed(server, data={"model": SPEECH, "stream": stream}).status_code == 200
+            assert server.is_idle() and server.gate.budget.held == 0
+
+
+def test_with_a_key_a_proxy_may_pass_its_own_name_on():
+    from mmdecode.cli.serve import hosts_of
+
+    assert hosts_of("127.0.0.1", None) == {"127.0.0.1", "localhost", "[::1]"}
+    assert hosts_of("127.0.0.1", KEY) is None and hosts_of("0.0.0.0", KEY) is None
+
+
+def test_few_websockets_wait_for_a_key():
+    import websockets
+
+    async def strangers(url):
+        async with contextlib.AsyncExitStack() as stack:
+            for _ in range(2):
+                await stack.enter_async_context(websockets.connect(url))
+            with pytest.raises(websockets.InvalidStatus) as error:
+                await stack.enter_async_context(websockets.connect(url))
+            assert error.value.response.status_code == 503
+
+    with running(Limits(strangers=2), key=KEY, chat=False) as server:
+        asyncio.run(strangers(server.socket_url))
+        assert server.is_idle()
+        asyncio.run(strangers(server.socket_url))  # they count no more
+
+
+def test_nothing_of_a_client_is_logged_where_it_fails(server, caplog, capfd):
+    """A text that is none, a first message in another script, and an upload that is left off."""
+    import websockets
+
+    from mmdecode.serve.chat import read_body
+
+    async def ask(first):
+        headers = with_key()["headers"]
+        async with websockets.connect(server.socket_url, additional_headers=headers) as connection:
+            await connection.send(first)
+            with contextlib.suppress(websockets.ConnectionClosed):
+                while True:
+                    await connection.recv()
+            return connection.close_code
+
+    assert asyncio.run(ask("語" * 300)) == 1007
+    url = f"{server.url}/v1/chat/completions"
+    answer = httpx.post(url, content=b'{"\\ud800secret": 1}', **with_key())
+    assert answer.status_code == 400, answer.text
+    host, port = server.url.partition("//")[2].split(":")
+    with socket.create_connection((host, int(port)), 10) as connection:
+        connection.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer "
+            + KEY.encode() + b"\r\nContent-Length: 5000\r\n\r\nsecret"
+        )  # fmt: skip
+        time.sleep(0.2)
+    assert server.is_idle()
+    assert read_body and not caplog.text and not "".join(capfd.readouterr())
+
+
+def test_a_bug_is_logged_by_its_kind_alone(server, caplog, monkeypatch):
+    def broken(self, name):
+        raise RuntimeError("secret words of a client")
+
+    monkeypatch.setattr(type(server.service), "speech_for", broken)
+    answer = transcribed(server, **with_key())
+    assert answer.status_code == 500 and answer.json()["error"]["code"] == "internal_error"
+    assert server.is_idle()
+    assert "RuntimeError" in caplog.text and "secret" not in caplog.text
 
 
 def test_nothing_of_a_client_is_logged(server, caplog, capfd):

@@ -65,7 +65,7 @@ async def all_of(socket):
     return found
 
 
-async def said(url, samples, block=6400, wait_s=0.0, key=None, **options):
+async def streamed(url, samples, block=6400, wait_s=0.0, key=None, **options):
     """Messages of the server to a client that sends samples in blocks."""
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     async with websockets.connect(url, additional_headers=headers) as socket:
@@ -87,7 +87,7 @@ async def said(url, samples, block=6400, wait_s=0.0, key=None, **options):
 
 async def together(server, kinds, waves):
     return await asyncio.gather(
-        *(said(server.socket_url, one, **kind) for kind, one in zip(kinds, waves, strict=True))
+        *(streamed(server.socket_url, one, **kind) for kind, one in zip(kinds, waves, strict=True))
     )
 
 
@@ -132,7 +132,7 @@ def test_a_server_that_mixes_streams_up_is_noticed(server, monkeypatch):
 
 def test_samples_may_be_cut_anywhere_and_need_no_start(server):
     samples = pcm(wave(3, 2.5))
-    *_, done = asyncio.run(said(server.socket_url, samples, block=3201))
+    *_, done = asyncio.run(streamed(server.socket_url, samples, block=3201))
     assert done["text"] == words_of(samples)
 
 
@@ -165,7 +165,7 @@ def test_a_client_that_goes_leaves_nothing(server):
         ('{"type": "finish"}', "expected samples or 'start'", 1007),
     ],
 )
-def test_what_is_wrong_is_said(server, first, words, code):
+def test_what_is_wrong_is_named(server, first, words, code):
     async def ask():
         async with websockets.connect(server.socket_url) as socket:
             await socket.send(first)
@@ -199,13 +199,13 @@ def test_limits_of_streams():
             async with websockets.connect(server.socket_url) as socket:
                 await socket.send(pcm(wave(3, 2.5)))
                 await asyncio.sleep(0.3)
-                second = await said(server.socket_url, b"ab")
+                second = await streamed(server.socket_url, b"ab")
                 return second, await all_of(socket)
 
         second, found = asyncio.run(silent())
         assert second[-1]["code"] == "overloaded" and "1 streams are open" in second[-1]["message"]
         assert found[-1]["text"] == words_of(pcm(wave(3, 2.5)))
-        *_, error = asyncio.run(said(server.socket_url, pcm(wave(2, 6.0))))
+        *_, error = asyncio.run(streamed(server.socket_url, pcm(wave(2, 6.0))))
         assert "longer than 3 s" in error["message"]
         assert server.is_idle()
 
@@ -220,7 +220,7 @@ def test_audio_that_comes_faster_than_it_is_decoded_waits_and_is_not_lost(monkey
     monkeypatch.setattr(SpeechWorker, "_round", slowly)
     samples = pcm(np.concatenate([wave(number, 3.0) for number in range(4)]))
     with running(Limits(waiting_s=2.0), chat=False) as server:
-        found = asyncio.run(said(server.socket_url, samples, block=8000))
+        found = asyncio.run(streamed(server.socket_url, samples, block=8000))
         assert found[-1]["text"] == words_of(samples)
         assert max(waiting) <= 2.0 + 0.25
         assert max(update.get("waiting_s", 0) for update in found) > 1.0  # which is said
@@ -230,12 +230,12 @@ def test_keys_come_as_a_header_or_first(server):
     key = "a-key-of-the-test"
     with running(key=key, chat=False) as server:
         samples = pcm(wave(3, 1.0))
-        assert asyncio.run(said(server.socket_url, samples, key=key))[-1]["type"] == "done"
-        assert asyncio.run(said(server.socket_url, samples, **{"step_s": 1.0}))[-1]["code"] == (
+        assert asyncio.run(streamed(server.socket_url, samples, key=key))[-1]["type"] == "done"
+        assert asyncio.run(streamed(server.socket_url, samples, **{"step_s": 1.0}))[-1]["code"] == (
             "invalid_api_key"
         )
         with pytest.raises(websockets.InvalidStatus) as error:
-            asyncio.run(said(server.socket_url, samples, key=key + "x"))
+            asyncio.run(streamed(server.socket_url, samples, key=key + "x"))
         assert error.value.response.status_code == 401
 
         async def first():
@@ -259,5 +259,5 @@ def test_a_stream_that_waits_for_longer_than_any_answer_is_not_given_up(monkeypa
     monkeypatch.setattr(SpeechWorker, "_round", slowly)
     samples = pcm(np.concatenate([wave(number) for number in range(4)]))
     with running(Limits(waiting_s=2.0, receive_s=1.0, send_s=1.0), chat=False) as server:
-        found = asyncio.run(said(server.socket_url, samples))
+        found = asyncio.run(streamed(server.socket_url, samples))
         assert found[-1]["text"] == words_of(samples)

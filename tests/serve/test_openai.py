@@ -134,10 +134,10 @@ def test_every_parameter_of_a_file_is_honoured_or_named(client, kind):
 
 
 def test_parameters_change_what_they_are_for(client, alone):
-    heard = {transcribed(client, temperature=1.0).text for _ in range(2)}
-    assert len(heard) == 1  # sampled by the audio's own noise
+    texts = {transcribed(client, temperature=1.0).text for _ in range(2)}
+    assert len(texts) == 1  # sampled by the audio's own noise
     other = transcriber().with_options(temperatures=(1.0,), scores=True)(str(CLIP.path)).text
-    assert heard == {other}
+    assert texts == {other}
     biased = transcriber().with_options(hotwords="pepper")(str(CLIP.path)).text
     assert transcribed(client, keywords=["pepper"]).text == biased
     prompted = transcriber().with_options(prompt="pepper pepper")(str(CLIP.path)).text
@@ -207,7 +207,7 @@ def test_an_answer_ends_before_a_text(client):
     stop = whole.split()[2]
     ended = client.chat.completions.create(model=CHAT, messages=ask, stop=[stop, "never"])
     assert ended.choices[0].message.content == whole.partition(stop)[0].strip()
-    assert ended.choices[0].finish_reason == "stop"
+    assert ended.choices[0].finish_reason == "stop" and ended.usage.completion_tokens >= 3
     chunks = client.chat.completions.create(model=CHAT, messages=ask, stop=stop, stream=True)
     text = "".join(c.choices[0].delta.content or "" for c in chunks)
     assert text == whole.partition(stop)[0]
@@ -312,6 +312,8 @@ def test_nothing_but_an_image_itself_is_read(client, url):
         [{"role": "user", "content": [{"type": "image", "image": "/etc/passwd"}]}],
         [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "/a.mp4"}}]}],
         [{"role": "user", "content": "x", "tool_calls": [1]}],
+        [{"role": "user", "content": "x", "name": "Ann"}],
+        [{"role": "user", "content": [{"type": "text", "text": "x", "colour": "red"}]}],
         [{"role": "assistant", "content": "x"}],
         asking("a") * 1001,
     ],
@@ -322,6 +324,25 @@ def test_other_messages_are_refused(server, messages):
     )
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "messages", answer.text
     assert not re.search("passwd|mp4|Traceback", answer.text)
+
+
+def test_nothing_of_a_conversation_is_kept(server, client):
+    kept = server.service.answers.answerer.prompt_cache.count
+    ask = asking("Is there a ring that nobody has asked for?", image("navy"))
+    client.chat.completions.create(model=CHAT, messages=ask)
+    assert server.is_idle() and server.service.answers.answerer.prompt_cache.count == kept
+
+
+def test_bodies_that_would_hold_the_server_up_are_refused(server):
+    url = f"{server.url}/v1/chat/completions"
+    answer = httpx.post(url, content=b'{"messages":[' + b"[]," * 100_000 + b"1]}")
+    assert answer.status_code == 400 and "parts" in answer.json()["error"]["message"]
+    long = {"model": CHAT, "messages": asking("a" * 200_001)}
+    answer = httpx.post(url, json=long)
+    assert answer.status_code == 400 and "characters" in answer.json()["error"]["message"]
+    for name, value in (("seed", 10**400), ("max_tokens", 5000), ("temperature", 10**400)):
+        answer = httpx.post(url, json={"model": CHAT, "messages": asking("a"), name: value})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == name
 
 
 @pytest.mark.parametrize(

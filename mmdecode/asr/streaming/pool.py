@@ -83,11 +83,6 @@ class PooledStream:
         return self.failure is not None or self._has_left or self._stream.ended
 
     @property
-    def has_left(self) -> bool:
-        """Whether it left the pool before its end."""
-        return self._has_left
-
-    @property
     def is_due(self) -> bool:
         """Whether a round can take a step of it."""
         return not self.ended and self._stream.is_due
@@ -145,6 +140,7 @@ class PooledStream:
         with self._pool.lock:
             self._has_left = True
             self._stream.release()
+            self._pool.remove(self)
 
     def _refuse_ended(self) -> None:
         if self.failure is not None:
@@ -269,6 +265,11 @@ class StreamPool:
             opened.turn = next(self._turns)
             self._streams.append(opened)
         return opened
+
+    def remove(self, stream: PooledStream) -> None:
+        """Removes a stream that has left; called by it."""
+        with self.lock:
+            self._streams = [one for one in self._streams if one is not stream]
 
     def round(self) -> list[tuple[PooledStream, Update | Failure]]:
         """Decodes one step of each stream that has one, in one batch for each set of options.
