@@ -1,6 +1,6 @@
 """The server: speed, delays and overload of streams, and clients that vanish, stall or do harm.
 
-    python benchmarks/serve.py --page docs/serve.md      # CPU, about an hour and a half
+    python benchmarks/serve.py --page docs/serve.md      # CPU, about an hour
 
 Each part starts ``mmdecode serve`` in a process of its own; clients are in this one, on the same
 machine. *Files*: files and questions, beside the same in this process. *Capacity*: streams at real
