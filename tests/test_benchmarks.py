@@ -372,11 +372,11 @@ def test_fusion_is_tuned_measured_and_resumed_on_a_few_utterances(tmp_path):
 
 @pytest.mark.slow
 def test_streams_are_measured_on_a_clip(tmp_path):
-    words = ["--limit", "1", "--clips-only", "--out", str(tmp_path)]
+    words = ["--limit", "1", "--parts", "curves", "--out", str(tmp_path)]
     assert "agreement" in run(*words, script="streaming.py")
     (path,) = tmp_path.glob("streaming-cpu-*.json")
-    [case] = json.loads(path.read_text())["cases"]
-    assert all(row["seconds_per_second"] > 0 and row["lag_s"] > 0 for row in case["rows"])
+    rows = json.loads(path.read_text())["curves"]
+    assert len(rows) > 20 and all(row["wer"] >= 0 and row["dal"] > 0 for row in rows)
 
 
 def test_the_page_of_drafters_shows_its_result_file(drafters):

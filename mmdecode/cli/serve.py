@@ -42,7 +42,7 @@ def command(
     key_file: Path | None = None,
     names: list[str] | None = None,
     batch_size: flags.AtLeast1 = 8,
-    prompt_cache: flags.Bytes = 2**30,
+    prompt_cache: flags.Bytes = 0,
     max_upload_mb: flags.AtLeast1 = 100,
     max_duration: flags.Seconds = 4 * 3600.0,
     max_queue: flags.AtLeast1 = 128,
@@ -87,6 +87,8 @@ def command(
         names (--name): Another name by which clients may ask for --model, such as whisper-1;
             repeatable.
         batch_size: Files, streams or questions decoded at once; texts do not depend on it.
+        prompt_cache: Memory in which --chat-model keeps prompts after their answers, so that the
+            next turn of a conversation reads only what is new; 0: none is kept.
         max_upload_mb: Maximum size of a request, in MiB.
         max_duration: Maximum seconds of a recording, after decoding.
         max_queue: Maximum number of files, or questions, that wait.
@@ -114,6 +116,7 @@ def command(
         flag = "--" + flags_of_chat[0].replace("_", "-")
         raise OptionError(f"{flag} does nothing without --chat-model; give it, or leave {flag} out")
     limits = Limits(
+        prompt_cache=prompt_cache,
         upload_bytes=max_upload_mb << 20,
         audio_s=max_duration,
         queue=max_queue,
@@ -204,7 +207,6 @@ def _service(given: dict[str, Any], limits: Any) -> Any:
             guide=given["chat_guide"],
             **flags.picked(given, "device dtype quantize seed"),
         )
-        answerer.prompt_cache.max_bytes = given["prompt_cache"]
     metrics, size = Metrics(), given["batch_size"]
     return Service(
         limits=limits,

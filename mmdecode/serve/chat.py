@@ -306,7 +306,7 @@ async def read_body(request: Request, limits: Limits) -> Body:
     return Body(
         messages=messages,
         model=given["model"],
-        options=_options(given, limits.answer_tokens),
+        options=_options(given, limits),
         seed=int(_number(given, "seed", 0, -(2**63), 2**63 - 1, whole=True)),
         stops=stops,
         stream=streamed,
@@ -314,16 +314,19 @@ async def read_body(request: Request, limits: Limits) -> Body:
     )
 
 
-def _options(given: Mapping[str, Any], most: int) -> AnswerOptions:
-    """Returns the options of an answer of at most so many tokens; nothing of its prompt is kept."""
+def _options(given: Mapping[str, Any], limits: Limits) -> AnswerOptions:
+    """Returns the options of an answer."""
     names = [
         name for name in ("max_completion_tokens", "max_tokens") if given.get(name) is not None
     ]
     if len(names) == 2 and given[names[0]] != given[names[1]]:
         raise Refusal(400, "max_tokens is the old name of max_completion_tokens", "max_tokens")
-    options: dict[str, Any] = {"text_only": True, "margins": False, "prompt_cache": 0}
+    options: dict[str, Any] = {"text_only": True, "margins": False}
+    options["prompt_cache"] = limits.prompt_cache
     for name in names:
-        options["max_new_tokens"] = int(_number(given, name, 1, 1, most, whole=True))
+        options["max_new_tokens"] = int(
+            _number(given, name, 1, 1, limits.answer_tokens, whole=True)
+        )
     temperature = _number(given, "temperature", 0.0, 0, 2)
     top_p = _number(given, "top_p", 1.0, 0, 1)
     if temperature:

@@ -64,6 +64,7 @@ class Limits:
         waiting_s: Seconds of audio of a stream that wait for decoding, before it is read on.
         memory_bytes: Bytes of uploads and decoded audio of all requests.
         answer_tokens: Tokens of an answer.
+        prompt_cache: Bytes of prompts that are kept after their answers.
         text: Characters of a conversation.
         strangers: Websockets whose key is not known yet.
 
@@ -86,12 +87,13 @@ class Limits:
     waiting_s: float = 30.0
     memory_bytes: int = 4 << 30
     answer_tokens: int = 4096
+    prompt_cache: int = 0
     text: int = 200_000
     strangers: int = 16
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if not value > 0:
+            if not (value > 0 or name == "prompt_cache"):
                 raise OptionError(f"{name}={value}; expected more than 0")
 
 
