@@ -15,6 +15,7 @@ from mmdecode.errors import InputError, MissingExtraError
 with MissingExtraError.instead("the server needs uvicorn", extra="serve"):
     import uvicorn
 
+from mmdecode.runs.console import console, print_line
 from mmdecode.serve.app import make_app, watch
 from mmdecode.serve.limits import Gate
 from mmdecode.serve.service import Service
@@ -90,6 +91,7 @@ class DrainingServer(uvicorn.Server):
 
     def _begin_to_end(self) -> None:
         self._service.drained.set()
+        print_line("ending after what was begun; again ends at once", console)
         task = self._loop.create_task(self._end())
         self._tasks.add(task)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import re
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +32,8 @@ from mmdecode.serve.speech import SpeechWorker
 Item = TypeVar("Item")
 ASKED = InputError, OptionError, UnknownNameError, IncompatibleError, MissingExtraError
 """Errors of what a client sent, or of an option that this server does not have."""
+_OF_PROGRAMS = re.compile(r",[^,]*--allow-truncated \(allow_truncated=True\)")
+"""Advice of a reader that a client cannot follow."""
 MEDIA_THREADS = 8
 """Uploads that are decoded, or wait for it, at a time; others wait before."""
 
@@ -188,7 +191,7 @@ async def _gone(receive: Receive) -> None:
 
 def refusal_of(error: MMDecodeError, param: str | None = None) -> Refusal:
     """Returns the answer to a request that raises an error."""
-    text = str(error)
+    text = _OF_PROGRAMS.sub("", str(error))
     if isinstance(error, TooLargeError):
         return Refusal(413, text, param)
     if isinstance(error, OverloadError):

@@ -82,6 +82,9 @@ async def _answer(service: Service, request: Request, task: str) -> Response:
     try:
         rate = worker.transcriber.sampling_rate
         samples = await service.decoded(service.media.samples, form.data, rate, name="file")
+    except MMDecodeError as error:
+        raise refusal_of(error, "file") from error
+    try:
         service.budget.take(samples.nbytes)
         request.scope[LATER].append(partial(service.budget.give_back, samples.nbytes))
         asked = worker.submit(samples, options, lambda *found: channel.put(found))
@@ -108,7 +111,12 @@ def _options(worker: SpeechWorker, form: Form) -> TranscribeOptions:
         try:
             found = worker.options(**options)
         except MMDecodeError as error:
-            raise refusal_of(error, field) from error
+            refusal = refusal_of(error, field)
+            if field is None or refusal.status != 400:
+                raise refusal from error
+            # without what would have to change in Python or on a command line
+            reason = str(error).partition(";")[0]
+            raise Refusal(400, f"{field} is not possible here: {reason}", field) from error
     return found
 
 
@@ -164,7 +172,7 @@ def _response(form: Form, transcript: Transcript, task: str) -> Response:
     body: dict[str, Any] = {
         "task": task,
         "language": language_name(found["language"]),
-        "duration": transcript.duration_s,
+        "duration": round(transcript.duration_s, 3),
         "text": transcript.text,
         "usage": _usage(transcript),
     }
@@ -172,7 +180,9 @@ def _response(form: Form, transcript: Transcript, task: str) -> Response:
         body["segments"] = found["segments"]
     if form.words:
         names = ("word", "start", "end")
-        body["words"] = [{name: word[name] for name in names} for word in words]
+        body["words"] = [
+            {name: word[name] for name in names} | {"word": word["word"].strip()} for word in words
+        ]
     return JSONResponse(body)
 
 
@@ -203,7 +213,12 @@ async def read_form(request: Request, task: str) -> Form:
     if not all(is_text(text) for name, values in fields.items() for text in (name, *values)):
         raise Refusal(400, _NO_TEXT)
     if data is None:
-        raise Refusal(400, "there is no 'file'; send the recording as a part of that name", "file")
+        raise Refusal(
+            400,
+            "there is no 'file'; send the recording as a part of that name, with curl as "
+            "-F file=@talk.mp3",
+            "file",
+        )
     if not data:
         raise Refusal(400, "the file is empty (0 bytes); expected a recording", "file")
     return _form(fields, data, task)

@@ -77,7 +77,7 @@ def test_formats_hold_the_transcript(client, alone):
     )
     words = [word for segment in alone.segments for word in segment.words]
     assert [(w.word, w.start, w.end) for w in found.words] == [
-        (w.text, w.start_s, w.end_s) for w in words
+        (w.text.strip(), w.start_s, w.end_s) for w in words
     ]
     assert found.segments
     words = ["word"]

@@ -1,6 +1,5 @@
 """Commands and programs of docs/serve.md, against a running server."""
 
-import asyncio
 import contextlib
 import io
 import json
@@ -10,10 +9,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from mmdecode.zoo.speech import speech_test
-from tests.serve.running import SPEECH, running, transcriber
-from tests.serve.test_live import pcm
+from tests.serve.running import CHAT, SPEECH, running, transcriber
 
 PAGE = (Path(__file__).parents[2] / "docs" / "serve.md").read_text(encoding="utf-8")
 CLIP = speech_test()[3]
@@ -22,14 +21,15 @@ BLOCKS = re.findall(r"```(\w+)\n(.*?)```", PAGE, re.DOTALL)
 
 @pytest.fixture(scope="module")
 def server():
-    with running(chat=False) as found:
+    with running() as found:
         yield found
 
 
 def here(text, server):
     """Code of the page with the address, the model and a recording of this test."""
     text = text.replace("127.0.0.1:8000", server.url.partition("//")[2])
-    return text.replace("openai/whisper-small", SPEECH).replace("talk.mp3", str(CLIP.path))
+    text = text.replace("openai/whisper-small", SPEECH).replace("talk.mp3", str(CLIP.path))
+    return text.replace("llava-hf/llava-1.5-7b-hf", CHAT)
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
@@ -43,18 +43,19 @@ def test_curl(server):
     assert json.loads(done.stdout)["text"] == transcriber()(str(CLIP.path)).text
 
 
-def test_programs(server):
+def test_programs(server, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (64, 64), "red").save("photo.png")
     programs = [here(text, server) for kind, text in BLOCKS if kind == "py"]
-    assert len(programs) == 2
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        for program in programs:
-            names = {}
-            exec(program, names)
-            if "transcribe" in names:
-                asyncio.run(names["transcribe"](pcm(CLIP.samples()[:32_000])))
-    text = out.getvalue()
-    assert text.startswith(transcriber()(str(CLIP.path)).text) and "'type': 'done'" in text
+    out = []
+    for program in programs:
+        with contextlib.redirect_stdout(io.StringIO()) as shown:
+            exec(program, {})
+        out.append(shown.getvalue())
+    text = transcriber()(str(CLIP.path)).text
+    speech, chat, stream = out
+    assert speech.startswith(text) and chat.strip() and "'type': 'done'" in stream
+    assert stream.count("'type': 'update'") > 4
 
 
 def test_the_page_names_every_endpoint_and_flag(server):
