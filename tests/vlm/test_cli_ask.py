@@ -197,10 +197,10 @@ def test_lines_say_which_batches_were_halved_for_lack_of_memory(run, table, tmp_
     run("--data", table, "--out", whole)
     right = Answerer._batch
 
-    def short(self, questions, settings):
+    def short(self, questions, **how):
         if len(questions) > 3:
             raise torch.OutOfMemoryError
-        return right(self, questions, settings)
+        return right(self, questions, **how)
 
     monkeypatch.setattr(Answerer, "_batch", short)
     run("--data", table, "--out", out)
