@@ -7,7 +7,6 @@ as they come is decoded alone.
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +15,7 @@ from mmdecode.errors import OverloadError
 from mmdecode.runs.items import Failed
 from mmdecode.serve.limits import Limits
 from mmdecode.serve.metrics import Metrics
+from mmdecode.serve.worker import Worker
 from mmdecode.vlm.answerer import MEMORY_HINT, Answerer
 from mmdecode.vlm.options import AnswerOptions
 from mmdecode.vlm.requests import AnswerRequest
@@ -58,7 +58,7 @@ class Asked:
         return self.options, self.seed
 
 
-class AnswerWorker:
+class AnswerWorker(Worker):
     """Answers questions in a thread of its own.
 
     Args:
@@ -71,14 +71,12 @@ class AnswerWorker:
     def __init__(
         self, answerer: Answerer, limits: Limits, metrics: Metrics, batch_size: int = 8
     ) -> None:
+        super().__init__("answers")
         self.answerer, self._limits, self._metrics = answerer, limits, metrics
         self._size = batch_size
         self._waiting: deque[Asked] = deque()
         self.decoding = 0
-        self._changed = threading.Condition()
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="answers", daemon=True)
-        self._thread.start()
+        self.start()
 
     @property
     def waiting(self) -> int:
@@ -97,11 +95,6 @@ class AnswerWorker:
             self._waiting.append(asked)
             self._changed.notify()
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether its thread runs."""
-        return self._thread.is_alive()
-
     def cancel(self, asked: Asked) -> None:
         """Says that nobody waits for an answer any more; called from any thread."""
         with self._changed:
@@ -109,25 +102,19 @@ class AnswerWorker:
             if asked in self._waiting:
                 self._waiting.remove(asked)
 
-    def close(self) -> None:
-        """Ends the thread after the answer at hand; what waits is not answered."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-        self._thread.join()
+    def has_work(self) -> bool:
+        """Returns whether a question waits."""
+        return bool(self._waiting)
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._waiting)
-                if self._closed:
-                    return
-                batch = self._next_batch()
-                self.decoding = len(batch)
-            try:
-                self._answer(batch)
-            finally:
-                self.decoding = 0
+    def work(self) -> None:
+        """Answers a batch of questions."""
+        with self._changed:
+            batch = self._next_batch() if self._waiting else []  # one may have been cancelled
+            self.decoding = len(batch)
+        try:
+            self._answer(batch)
+        finally:
+            self.decoding = 0
 
     def _next_batch(self) -> list[Asked]:
         """Takes the first question, and others that can be answered with it."""

@@ -8,8 +8,7 @@ see `mmdecode.asr.decoding.long_form`.
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -26,6 +25,7 @@ from mmdecode.errors import OverloadError
 from mmdecode.runs.items import Failed
 from mmdecode.serve.limits import Limits
 from mmdecode.serve.metrics import Metrics
+from mmdecode.serve.worker import Worker
 
 Notify = Callable[[list[Segment], Transcript | Failure | None], None]
 """Takes the new segments of a file, and its result; called in the thread of the worker."""
@@ -151,7 +151,7 @@ class LiveStream:
         self._forget(self.stream)
 
 
-class SpeechWorker:
+class SpeechWorker(Worker):
     """Decodes files and streams in a thread of its own.
 
     Args:
@@ -164,16 +164,14 @@ class SpeechWorker:
     def __init__(
         self, transcriber: Transcriber, limits: Limits, metrics: Metrics, batch_size: int = 8
     ) -> None:
+        super().__init__("speech")
         self.transcriber, self._limits, self._metrics = transcriber, limits, metrics
         self._size = batch_size
         self._pool = StreamPool(transcriber, batch_size, limits.waiting_s)
         self._takers: dict[PooledStream, Take] = {}
-        self._waiting: OrderedDict[TranscribeOptions, deque[FileRequest]] = OrderedDict()
+        self._waiting: dict[TranscribeOptions, deque[FileRequest]] = {}
         self._batches: dict[TranscribeOptions, Batch] = {}
-        self._changed = threading.Condition()
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="speech", daemon=True)
-        self._thread.start()
+        self.start()
 
     @property
     def waiting(self) -> int:
@@ -185,11 +183,6 @@ class SpeechWorker:
     def decoding(self) -> int:
         """Number of files that are decoded."""
         return sum(map(len, list(self._batches.values())))
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether its thread runs."""
-        return self._thread.is_alive()
 
     @property
     def streams(self) -> int:
@@ -225,7 +218,7 @@ class SpeechWorker:
         source = source_of(samples, self.transcriber.sampling_rate)
         request = FileRequest(source, options, notify, self._discard)
         with self._changed:
-            if sum(map(len, self._waiting.values())) >= self._limits.queue:
+            if self.waiting >= self._limits.queue:
                 raise OverloadError(
                     f"{self._limits.queue} files wait already; send the file again later"
                 )
@@ -254,17 +247,6 @@ class SpeechWorker:
             self._takers[stream] = take
         return LiveStream(stream, self._wake, self._forget)
 
-    def close(self) -> None:
-        """Ends the thread after the step at hand; what waits is not decoded."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-        self._thread.join()
-
-    def _wake(self) -> None:
-        with self._changed:
-            self._changed.notify()
-
     def _discard(self, request: FileRequest) -> None:
         with self._changed:
             own = self._waiting.get(request.options, deque())
@@ -277,22 +259,19 @@ class SpeechWorker:
         with self._changed:
             self._takers.pop(stream, None)
 
-    def _has_work(self) -> bool:
+    def has_work(self) -> bool:
+        """Returns whether a file or a step of a stream waits, or files are being decoded."""
         return bool(self._batches or self._waiting) or self._pool.is_due
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._has_work())
-                if self._closed:
-                    return
-            if self._pool.is_due:
-                self._round()
-            self._begin()
-            for options, batch in list(self._batches.items()):
-                self._metrics.batch(len(batch))
-                if not batch.step():
-                    del self._batches[options]
+    def work(self) -> None:
+        """Decodes a step of the streams, and one of each batch of files."""
+        if self._pool.is_due:
+            self._round()
+        self._begin()
+        for options, batch in list(self._batches.items()):
+            self._metrics.batch(len(batch))
+            if not batch.step():
+                del self._batches[options]
 
     def _begin(self) -> None:
         """Begins batches of options that wait and have none, at most as many as files in one."""

@@ -107,17 +107,25 @@ async def _answer(service: Service, request: Request, task: str) -> Response:
 def _options(worker: SpeechWorker, form: Form) -> TranscribeOptions:
     """Returns the options of a request; a refusal names the field that is to blame."""
     together = {name: value for own in form.options.values() for name, value in own.items()}
-    for field, options in [*form.options.items(), (None, together)]:
-        try:
-            found = worker.options(**options)
-        except MMDecodeError as error:
-            refusal = refusal_of(error, field)
-            if field is None or refusal.status != 400:
-                raise refusal from error
-            # without what would have to change in Python or on a command line
-            reason = str(error).partition(";")[0]
-            raise Refusal(400, f"{field} is not possible here: {reason}", field) from error
-    return found
+    try:
+        return worker.options(**together)
+    except MMDecodeError as error:
+        for field, options in form.options.items():
+            _refuse_field(worker, field, options)
+        raise refusal_of(error) from error
+
+
+def _refuse_field(worker: SpeechWorker, field: str | None, options: Mapping[str, Any]) -> None:
+    """Refuses a field whose options alone are not possible."""
+    try:
+        worker.options(**options)
+    except MMDecodeError as error:
+        refusal = refusal_of(error, field)
+        if field is None or refusal.status != 400:
+            raise refusal from error
+        # without what would have to change in Python or on a command line
+        reason = str(error).partition(";")[0]
+        raise Refusal(400, f"{field} is not possible here: {reason}", field) from error
 
 
 UNBUFFERED = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}

@@ -95,7 +95,7 @@ def all_words(server, count=8):
     kinds = [WAYS[number % len(WAYS)] for number in range(count)]
     waves = []
     for number, kind in enumerate(kinds):
-        samples = wave(number % 14)
+        samples = wave(number % 14, 5.0)  # ten steps of the longest: ten rounds at least
         if kind.get("rate"):
             samples = soxr.resample(samples, 16_000, kind["rate"])
         waves.append(pcm(samples))
