@@ -22,12 +22,16 @@ from mmdecode.zoo.speech import Clip
 
 Row = dict[str, Any]
 CHUNK = 500
-"""Uploads after which the server is looked at, and after the first of which memory counts."""
+"""Uploads after which the server is looked at."""
 CLIENTS = 8
 PROMPTS = 16 << 20
 """Bytes of read images that the server keeps, so few that the first uploads fill them."""
 STREAM_S = 60.0
 LOOK_S = 0.25
+WARM_UP = 4
+"""Looks after which memory has to be flat: caches of shapes and the heap fill with new uploads."""
+SETTLE_S = 3.0
+"""Seconds before its memory is read: it returns what requests have left every other second."""
 KILLED = re.compile("takes more than|ends the process|needs more than the")
 """Words of the server about an upload whose process was ended."""
 NO_ANSWER, CLOSED = "no answer", "closed"
@@ -145,6 +149,7 @@ async def hostile(
 
             await asyncio.gather(*(client() for _ in range(CLIENTS)))
             stuck = max(stuck, await server.stuck())
+            await asyncio.sleep(SETTLE_S)
             async with server.client() as http:
                 good = await transcribed(http, clip.path.read_bytes())
             wrong += good != (200, text)
@@ -155,7 +160,7 @@ async def hostile(
         {"kind": kind, "uploads": n.total(), "statuses": dict(n)} for kind, n in statuses.items()
     ]
     total = sum(statuses.values(), Counter())
-    count, settled = total.total(), memory_mb[1:]
+    count, settled = total.total(), memory_mb[1:][WARM_UP - 1 :] or memory_mb
     rows.append(
         {
             "kind": "all", "uploads": count, "statuses": dict(total),
@@ -163,7 +168,8 @@ async def hostile(
             "unanswered": total[NO_ANSWER], "wrong": wrong, "stuck": stuck, "killed": killed,
             "children": len(children.started), "opened": len(seen), "memory_mb": memory_mb,
             "grown_percent": share_of(settled[0], max(settled)), "bugs": server.bugs(),
-            "grown_counts": count >= 2 * CHUNK, "examples": examples[:20],
+            "grown_counts": count >= 2 * WARM_UP * CHUNK, "settled": WARM_UP,
+            "examples": examples[:20],
         }
     )  # fmt: skip
     return iter(rows)

@@ -100,8 +100,12 @@ class Server:
 
     def bugs(self) -> int:
         """Number of errors in its log that are no answers to clients."""
-        words = ("a bug of the server", "Traceback (most recent call last)")
-        return sum(self.log().count(word) for word in words)
+        log, words = self.log(), ("a bug of the server", "Traceback (most recent call last)")
+        found = sum(log.count(word) for word in words)
+        if found:
+            first = min(log.find(word) for word in words if word in log)
+            print(log[max(0, first - 500) : first + 5000], file=sys.stderr)
+        return found
 
     def client(self) -> httpx.AsyncClient:
         """A client of its HTTP endpoints, with a connection of its own."""

@@ -165,6 +165,8 @@ def slow(rows: list[Row]) -> Iterator[str]:
 def hostile(rows: list[Row]) -> Iterator[str]:
     """Table of what uploads were answered."""
     total = rows[-1]
+    memory_mb = total["memory_mb"]
+    warm = memory_mb[min(total["settled"], len(memory_mb) - 1)]
     names = sorted(total["statuses"])
     cells = [
         [
@@ -178,7 +180,8 @@ def hostile(rows: list[Row]) -> Iterator[str]:
     yield table(["", "uploads", *names], cells)
     yield (
         f"A good recording sent after every 500 had a wrong text {total['wrong']} times. Resident "
-        f"memory after the first 500: {total['memory_mb'][1]:.0f} MB, at most "
+        f"memory after the first 500: {total['memory_mb'][1]:.0f} MB, after "
+        f"{500 * total['settled']:,}, when caches and heap are warm: {warm:.0f} MB, at most "
         f"{total['grown_percent']:.1f} % more later. Processes that decode uploads: "
         f"{total['children']} were started, {total['killed']} ended for what they decoded. Files "
         f"and addresses that uploads name and that were opened: {total['opened']}."

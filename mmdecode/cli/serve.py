@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import ipaddress
 import os
 from pathlib import Path
@@ -140,6 +141,8 @@ def command(
 
         hosts = hosts_of(host, key)
         count = service.metrics.answered
+        gc.collect()
+        gc.freeze()  # what is loaded stays: collections look at what requests leave
         serve(service, listener, lambda app: Gate(app, limits, key, hosts, count), ready)
 
 

@@ -7,6 +7,7 @@ module does not import torch.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import sys
@@ -42,6 +43,17 @@ def is_device_lost(error: BaseException) -> bool:
     torch = sys.modules.get("torch")
     lost = torch is not None and isinstance(error, torch.AcceleratorError)
     return lost and not is_out_of_memory(error)
+
+
+def return_freed() -> None:
+    """Returns memory that this process has freed to the system; does nothing without glibc.
+
+    An allocator keeps freed memory for later. In a long-lived process whose requests have many
+    different sizes, what it keeps is scattered, and grows.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 def share_gpu(share: float) -> None:

@@ -63,16 +63,15 @@ def routes(service: Service) -> APIRouter:
 
     @router.websocket("/v1/audio/stream")
     async def stream(socket: WebSocket) -> None:
-        await socket.accept()
-        try:
-            await _Connection(service, socket).run()
-        except WebSocketDisconnect:
-            return
-        except Refusal as refusal:
-            code = {401: POLICY_VIOLATION, 503: TRY_AGAIN}.get(refusal.status, BAD)
-            code = INTERNAL if refusal.status == 500 else code
-            await socket.send_json(refusal.body["error"] | {"type": "error"})
-            await socket.close(code, close_reason(refusal))
+        with contextlib.suppress(WebSocketDisconnect):  # nobody is there to be told
+            await socket.accept()
+            try:
+                await _Connection(service, socket).run()
+            except Refusal as refusal:
+                code = {401: POLICY_VIOLATION, 503: TRY_AGAIN}.get(refusal.status, BAD)
+                code = INTERNAL if refusal.status == 500 else code
+                await socket.send_json(refusal.body["error"] | {"type": "error"})
+                await socket.close(code, close_reason(refusal))
 
     return router
 

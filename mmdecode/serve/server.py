@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import threading
 import time
@@ -16,6 +17,7 @@ with MissingExtraError.instead("the server needs uvicorn", extra="serve"):
     import uvicorn
 
 from mmdecode.runs.console import console, print_line
+from mmdecode.runs.memory import return_freed
 from mmdecode.serve.app import make_app, watch
 from mmdecode.serve.limits import Gate
 from mmdecode.serve.service import Service
@@ -24,6 +26,8 @@ MOST_IDLE = 1000
 """Connections that may be open without a request."""
 _LOOK_S = 0.1  # seconds between two looks at what is still being served
 _MOST_HEADERS = 64 << 10
+_TIDY_TICKS = 20
+"""Ticks of uvicorn, ten a second, after which memory is returned that requests have left."""
 
 
 class DrainingServer(uvicorn.Server):
@@ -48,9 +52,12 @@ class DrainingServer(uvicorn.Server):
         self._still: dict[tuple[Any, Any], float] = {}
 
     async def on_tick(self, counter: int) -> bool:
-        """Looks after connections every second; called by uvicorn ten times as often."""
+        """Looks after connections and memory; called by uvicorn ten times a second."""
         if counter % 10 == 0:
             self._abort_still(time.monotonic())
+        if counter % _TIDY_TICKS == 0:
+            gc.collect()  # milliseconds: what was loaded before is frozen
+            return_freed()
         return await super().on_tick(counter)
 
     def _abort_still(self, now_s: float) -> None:

@@ -67,6 +67,7 @@ def test_files_share_batches_and_have_the_texts_that_they_have_alone(server):
     assert values["mmdecode_batch_files_sum"] > 2 * values["mmdecode_batch_files_count"]
 
 
+@pytest.mark.slow
 def test_a_server_that_mixes_files_up_is_noticed(server, monkeypatch):
     submit, before = SpeechWorker.submit, []
 

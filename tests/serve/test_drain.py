@@ -47,6 +47,7 @@ def start(tmp_path):
         process.communicate()
 
 
+@pytest.mark.slow
 def test_what_was_begun_ends_and_nothing_new_begins(start):
     process, ready = start("--draft", "medusa", MMDECODE_API_KEY="a-key-of-the-test")
     assert ready["key"] is True and ready["models"] == [SPEECH]

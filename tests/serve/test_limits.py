@@ -129,6 +129,7 @@ def test_a_body_that_does_not_come_times_out_and_frees_its_connection(server):
     assert server.is_idle()
 
 
+@pytest.mark.slow
 def test_a_head_that_does_not_come_closes_its_connection(server):
     """Also the second one of a connection; one that is used goes on."""
     host, port = server.url.partition("//")[2].split(":")
@@ -254,7 +255,9 @@ def connection(impatient):
     found.close()
 
 
-@pytest.mark.parametrize("path", [b"/assets/page.js", b"/healthz"])
+@pytest.mark.parametrize(
+    "path", [b"/assets/page.js", pytest.param(b"/healthz", marks=pytest.mark.slow)]
+)
 def test_a_connection_whose_client_never_reads_is_closed(connection, path):
     asking = b"GET %b HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" % path * 4000
     connection.settimeout(2)
@@ -264,12 +267,16 @@ def test_a_connection_whose_client_never_reads_is_closed(connection, path):
     assert is_aborted(connection)
 
 
-@pytest.mark.parametrize("begun", [b"", b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\nGET"])
+@pytest.mark.parametrize(
+    "begun",
+    [b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\nGET", pytest.param(b"", marks=pytest.mark.slow)],
+)
 def test_a_connection_that_brings_no_whole_request_is_closed(connection, begun):
     connection.sendall(begun)
     assert is_aborted(connection)  # though bytes come
 
 
+@pytest.mark.slow
 def test_a_body_may_not_come_for_ever(impatient, connection):
     connection.sendall(
         b"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 5000\r\n"
@@ -320,6 +327,7 @@ def test_limits_are_positive_and_refusals_say_their_kind():
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_connection_that_is_used_is_kept(server):
     """Also where no look at it meets a request."""
     host, port = server.url.partition("//")[2].split(":")
@@ -334,6 +342,7 @@ def test_a_connection_that_is_used_is_kept(server):
             time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_a_body_that_trickles_has_as_much_time_as_any_request():
     with running(Limits(request_s=1.0, receive_s=5.0), chat=False) as server:
 

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import soxr
 import websockets
+from fastapi import WebSocketDisconnect
 
 from mmdecode.asr.streaming import Stream
-from mmdecode.serve.limits import Limits
+from mmdecode.serve.limits import KNOWN, Limits
+from mmdecode.serve.live import routes
 from mmdecode.serve.speech import SpeechWorker
 from mmdecode.zoo.speech import speech_test
 from tests.serve.running import running, transcriber
@@ -118,6 +120,7 @@ def test_streams_have_the_words_that_they_have_alone(server):
     assert values["mmdecode_round_streams_count"] > 8
 
 
+@pytest.mark.slow
 def test_a_server_that_mixes_streams_up_is_noticed(server, monkeypatch):
     pool, rounds = server.service.speech._pool, type(server.service.speech._pool).round
 
@@ -177,6 +180,29 @@ def test_what_is_wrong_is_named(server, first, words, code):
     found, got = asyncio.run(ask())
     assert found["type"] == "error" and words in found["message"], found
     assert got == code and server.is_idle()
+
+
+@pytest.mark.parametrize("leaves", ["accept", "send_json", "close"])
+def test_a_client_that_goes_while_it_is_refused_is_no_error(leaves, server):
+    class Gone:
+        """A websocket whose client sends nothing of use, and goes."""
+
+        @property
+        def scope(self):
+            return {KNOWN: True}
+
+        async def receive(self):
+            return {"type": "websocket.receive", "text": "[]"}
+
+        async def answer(self, name):
+            if name == leaves:
+                raise WebSocketDisconnect(1006)
+
+        def __getattr__(self, name):
+            return lambda *args: self.answer(name)
+
+    [route] = routes(server.service).routes
+    asyncio.run(route.endpoint(Gone()))
 
 
 def test_a_message_of_another_kind_in_the_middle_is_refused(server):

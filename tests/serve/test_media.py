@@ -246,6 +246,7 @@ def test_much_in_few_bytes_is_refused_after_its_first_seconds(kind, minutes):
         assert len(decoder.samples(TONE, RATE)) == 4000
 
 
+@pytest.mark.slow
 @linux
 def test_memory_of_large_images_is_given_back():
     data, me = saved(Image.new("L", (5000, 5000))), psutil.Process()
