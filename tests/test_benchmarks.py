@@ -154,6 +154,7 @@ def page_and_result(page, tables, name="tables"):
         ("guidance_cost.md", "guidance_cost"),
         ("guided_drafts.md", "guided_drafts"),
         ("real_speech.md", "real_speech_tables"),
+        ("serve.md", "serve_tables"),
     ],
 )
 def test_a_page_shows_its_result_file(page, module, monkeypatch):

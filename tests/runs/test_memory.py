@@ -1,6 +1,8 @@
 """Free memory, the memory that a prompt needs, and errors that mean that memory ran out."""
 
 import errno
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -120,3 +122,31 @@ def test_the_estimate_grows_with_the_square_only_where_there_is_a_mask():
     assert needed(2000, masked=False) == 2 * needed(1000, masked=False)
     assert needed(2000, masked=True) - needed(2000, masked=False) == 2 * 2000**2 * 6
     assert needed(2000, masked=True, eager=True) > 8 * needed(2000, masked=True) / 2
+
+
+FREED = """
+import ctypes, psutil, sys
+from mmdecode.runs import memory
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.malloc.argtypes = [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+blocks = [libc.malloc(4000) for _ in range(50_000)]
+for block in blocks:
+    ctypes.memset(block, 1, 4000)
+full = psutil.Process().memory_info().rss
+for block in blocks[:-1]:  # the last one is at the end of the heap
+    libc.free(block)
+kept = psutil.Process().memory_info().rss
+memory.return_freed()
+print(full - kept, kept - psutil.Process().memory_info().rss)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="malloc_trim is glibc's")
+def test_freed_memory_is_returned_to_the_system():
+    found = subprocess.run(
+        [sys.executable, "-c", FREED], capture_output=True, text=True, check=True
+    )
+    before, after = map(int, found.stdout.split())
+    assert before < 50e6 and after > 150e6
