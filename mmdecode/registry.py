@@ -120,6 +120,7 @@ _BUILTIN = {
     },
     "adapters": {
         "whisper": "mmdecode.adapters.audio.whisper:WhisperAdapter",
+        "causal_whisper": "mmdecode.adapters.audio.causal_whisper:CausalWhisperAdapter",
         "moonshine": "mmdecode.adapters.audio.moonshine:MoonshineAdapter",
         "moonshine_streaming": (
             "mmdecode.adapters.audio.moonshine_streaming:MoonshineStreamingAdapter"
@@ -146,6 +147,7 @@ _BUILTIN = {
     },
     "recognizers": {
         "whisper": "mmdecode.asr.recognizers.whisper:WhisperRecognizer",
+        "causal_whisper": "mmdecode.asr.recognizers.causal_whisper:CausalWhisperRecognizer",
         "moonshine": "mmdecode.asr.recognizers.moonshine:MoonshineRecognizer",
         "moonshine_streaming": (
             "mmdecode.asr.recognizers.moonshine_streaming:MoonshineStreamingRecognizer"

@@ -69,8 +69,9 @@ class TranscribeOptions:
             `mmdecode.asr.decoding.repetition`. ``report`` only marks it; ``isolate`` also removes
             it, and the text before it, from the prompts of later windows; ``cut`` also reduces the
             loop to its first repetition. Other windows are not affected.
-        vad: Whether stretches without speech are removed before decoding (``True`` or ``silero``).
-            Needs the extra ``vad``. See `mmdecode.asr.audio.vad`.
+        vad: Whether stretches without speech are removed before decoding: ``True`` or ``silero``,
+            which needs the extra ``vad``; ``ctc``, where the CTC head that ships with the model
+            finds nothing, or ``ctc:head=FOLDER``. See `mmdecode.asr.audio.vad`.
         vad_threshold: Probability from which a frame of audio counts as speech.
         vad_min_speech_s: Stretches of speech shorter than this are ignored, in seconds.
         vad_min_silence_s: Silences shorter than this are not removed, in seconds.
@@ -121,7 +122,7 @@ class TranscribeOptions:
     prompt_condition_type: PromptConditionType = "first-segment"
     hotwords: str | None = None
     loop_guard: LoopGuard = "isolate"
-    vad: bool | Literal["silero"] = False
+    vad: bool | str = False
     vad_threshold: float = 0.5
     vad_min_speech_s: float = 0.25
     vad_min_silence_s: float = 2.0
@@ -239,8 +240,11 @@ class TranscribeOptions:
             )
 
     def _check_vad(self) -> None:
-        if self.vad not in (False, True, "silero"):
-            raise OptionError(f"vad={self.vad!r}; expected True, False or 'silero'")
+        named = str(self.vad).startswith("ctc:head=")
+        if self.vad not in (False, True, "silero", "ctc") and not named:
+            raise OptionError(
+                f"vad={self.vad!r}; expected True, False, 'silero', 'ctc' or 'ctc:head=FOLDER'"
+            )
         if not 0 < self.vad_threshold < 1:
             raise OptionError(f"vad_threshold={self.vad_threshold}; expected above 0 and below 1")
         for name in ("vad_min_speech_s", "vad_min_silence_s", "vad_pad_s"):

@@ -274,7 +274,7 @@ def speech_cases(
     ours = WhisperRecognizer(model, processor, options)
     speech = ours.open(source_of(path, ours.rate, 0))
     for index, seek in enumerate(range(0, speech.frames, ours.window_frames)):
-        features = speech.window(seek)[None].to(model.device, model.dtype)
+        features = ours.read(speech, seek, ours.window_frames)[None].to(model.device, model.dtype)
         with torch.no_grad():
             audio = BaseModelOutput(last_hidden_state=ours.encoder(features).last_hidden_state)
         spoken = ours.prompts.language

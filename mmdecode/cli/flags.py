@@ -71,7 +71,9 @@ VOCABULARY = entries("""
     time_limit_s (--time-limit): Seconds without progress after which a worker is ended, and what
         it was decoding is tried again, item by item.
     timestamps (--timestamps/--no-timestamps): Let the model predict times.
-    vad: Skip audio without speech; needs the extra vad.
+    vad: Skip audio without speech; needs the extra vad, or --vad-method ctc.
+    vad_method: Detector of speech: silero; ctc, where the model's CTC head finds no text; or
+        ctc:head=FOLDER; implies --vad.
     workers: Number of workers; with --engine ray also MIN:MAX. [default: one per GPU of this
         machine, or two]
 """)

@@ -25,13 +25,14 @@ if TYPE_CHECKING:
     from mmdecode.asr.output.captions import Captions
     from mmdecode.asr.streaming import Update
     from mmdecode.asr.streaming.feeding import FedStream, Feeder
+    from mmdecode.asr.streaming.finisher import Finisher
     from mmdecode.asr.transcriber import Transcriber
     from mmdecode.evaluation.speed.latency import StreamMeter, StreamReport
 
 PANELS = {
-    "Options": "model draft policy step task language vad word_timestamps device",
+    "Options": "model draft policy step task language vad vad_method word_timestamps device",
     "Input": "device_index list_devices real_time",
-    "Output": "out_dir overwrite json",
+    "Output": "punctuate fluent out_dir overwrite json",
     "Decoding": "max_new_tokens dtype quantize trust_remote_code",
 }
 """Parameters by section of the help."""
@@ -51,8 +52,11 @@ def command(
     step: float = 1.0,
     task: str | None = None,
     vad: bool = False,
+    vad_method: str | None = None,
     word_timestamps: bool = False,
     language: str | None = None,
+    punctuate: Annotated[str | None, typer.Option(metavar="WORDS")] = None,
+    fluent: bool = False,
     out_dir: Path | None = None,
     overwrite: bool = False,
     max_new_tokens: flags.Limit = None,
@@ -86,11 +90,14 @@ def command(
         policy: Words that are committed, that is printed for good. agreement:n=2 commits words
             that the last n hypotheses agree on; hold:n=3 all but the last n words; delay:s=0.8
             words that ended s seconds ago; alignatt:s=0.5 words that do not attend to the last s
-            seconds; ending:p=0.9 words after which the text goes on with probability p; wait:k=3
-            a word per step, from step k on; adaptive-wait the same, words of which the model is
-            sure earlier.
+            seconds; ending:p=0.9 words after which the text goes on with probability p; stable:m=2
+            continues the last text and commits all but its last m tokens; wait:k=3 a word per
+            step, from step k on; adaptive-wait the same, words of which the model is sure earlier.
         step: Seconds of audio between updates.
         word_timestamps: Time words, and report the mean delay from a word's end to its commitment.
+        punctuate: Set marks and capitals of printed words again, by a tagger that waits for so many
+            later words, such as 2, or for the end of the sentence (sentence). English only.
+        fluent: Leave out fillers and repairs that the tagger finds.
         out_dir (--out): Folder for captions, a WebVTT file per input, which grow while audio
             arrives. Words are timed if the model can.
         json: Print a JSON object per update, with the name of its input, and one at the end.
@@ -104,12 +111,15 @@ def command(
 
     without_other_bars()
     flags.refuse_without("--out", ["overwrite"], context, out_dir)
+    flags.refuse_without("--punctuate", ["fluent"], context, punctuate)
+    delay = _delay(punctuate)
     names = _names(paths or [], device_index)
     files = [name for name in names if name not in ("mic", "-")]
     flags.refuse_without("a file", ["real_time"], context, files)
     # refused before a model is loaded
     policy_of(policy)
-    options = flags.picked(given, "language vad task word_timestamps max_new_tokens")
+    options = flags.picked(given, "language task word_timestamps max_new_tokens")
+    options["vad"] = vad_method or vad
     make_options(options)
     captioned = _caption_paths(out_dir, names)
     refuse_existing(captioned.values(), overwrite)
@@ -128,10 +138,27 @@ def command(
         if microphone is not None:
             print_line(f"recording from {microphone.name}; Ctrl-C ends", console)
         progress = Progress(feeder, step, writers, screen)
+        if punctuate is not None:
+            progress.finish_words(delay, fluent)
         progress.run()
     progress.report(flags.picked(given, "model", later="quantize") if json else None)
     if any(one.error for one in feeder.streams):
         raise typer.Exit(1)
+
+
+def _delay(punctuate: str | None) -> int | None:
+    """Returns the number of words of ``--punctuate``; ``None``: to the end of the sentence.
+
+    Raises:
+        OptionError: It is neither a number nor ``sentence``.
+    """
+    if punctuate is None or punctuate == "sentence":
+        return None
+    if not punctuate.isdecimal():
+        raise OptionError(
+            f"--punctuate {punctuate}; expected a number of words, such as 2, or sentence"
+        )
+    return int(punctuate)
 
 
 def refuse(given: dict[str, Any]) -> None:
@@ -239,6 +266,16 @@ class Progress:
         self._captions = dict(zip(map(id, feeder.streams), captions, strict=False))
         self._meters: dict[int, StreamMeter] = {id(one): StreamMeter() for one in feeder.streams}
         self._late = self._stopped = False
+        self._finishers: dict[int, Finisher] = {}
+
+    def finish_words(self, delay: int | None, fluent: bool) -> None:
+        """Sets marks and capitals of committed words, see `Finisher`."""
+        from mmdecode.asr.streaming.finisher import TAGGER, Finisher
+        from mmdecode.models.punctuation import PunctuationTagger
+
+        tagger = PunctuationTagger.from_pretrained(TAGGER)
+        for one in self._feeder.streams:
+            self._finishers[id(one)] = Finisher(tagger, delay, fluent)
 
     def run(self) -> None:
         """Runs until all inputs have ended, or Ctrl-C ends them."""
@@ -262,6 +299,8 @@ class Progress:
 
     def _take(self, one: FedStream, update: Any) -> None:
         self._meters[id(one)].add(update)
+        if id(one) in self._finishers:
+            update = self._finishers[id(one)].update(update, one.ended)
         if id(one) in self._captions:
             self._captions[id(one)].add(update)
         name = _shown(one.input)

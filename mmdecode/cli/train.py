@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 RESULTS = {
     "whisper-synth": "model",
     "whisper-synth-medusa": "heads",
+    "whisper-synth-ctc": "ctc",
+    "whisper-synth-320ms": "320ms",
+    "whisper-synth-960ms": "960ms",
+    "punctuation": "punctuation",
     "aligner": "aligner",
     "lm-synth": "model",
     "lm-grammar-moonshine": "model",
@@ -378,8 +382,8 @@ def zoo(
     Options:
         work: Folder for corpus and training state.
         out: Folder for the result; default: WORK/model.
-        minutes: Minutes of training for whisper-synth, without synthesis.
-        base: For Medusa heads and the aligner: the Whisper they are made for.
+        minutes: Minutes of training for whisper-synth and its causal forms, without synthesis.
+        base: For heads, aligner and causal forms: the Whisper they are made for.
         device: cpu, or for llamagen and var cuda, which trains for more steps.
     """
     from mmdecode.train.zoo.recipes import run_recipe

@@ -41,7 +41,7 @@ PANELS = {
     "Words and their correction": "word_method correct prompt prompt_condition_type hotwords",
     "Silence, loops and failed windows": "fallback compression_ratio_threshold logprob_threshold "
     "no_speech_threshold condition_on_prev_tokens loop_guard hallucination_silence_threshold "
-    "vad vad_threshold vad_min_speech_s vad_min_silence_s vad_pad_s",
+    "vad vad_method vad_threshold vad_min_speech_s vad_min_silence_s vad_pad_s",
 }
 """Parameters by section of the help; the first section has the options that most users need."""
 VAD = ("vad_threshold", "vad_min_speech_s", "vad_min_silence_s", "vad_pad_s")
@@ -85,6 +85,7 @@ def command(
     loop_guard: str = "isolate",
     hallucination_silence_threshold: float | None = None,
     vad: bool = False,
+    vad_method: str | None = None,
     vad_threshold: float = 0.5,
     vad_min_speech_s: float = 0.25,
     vad_min_silence_s: float = 2.0,
@@ -199,6 +200,7 @@ def command(
     asked = flags.fields_of(TranscribeOptions, given) | {
         "temperatures": tuple(temperature) if temperature else None,
         "word_timestamps": word_method or word_timestamps,
+        "vad": vad_method or vad,
         "scores": out_dir is not None and "whisper-json" in formats_asked,
     }
     options: dict[str, Any] = dict(FALLBACK) if fallback else {}
@@ -206,7 +208,7 @@ def command(
     flags.refuse_without("--correct", ["report"], context, correct is not None)
     if report is not None and report.is_dir():
         raise OptionError(f"--report {report} is a folder; expected the path of a page, as x.html")
-    flags.refuse_without("--vad", VAD, context, vad)
+    flags.refuse_without("--vad", VAD, context, vad or vad_method)
     flags.refuse_without("--n-best", ["n_best_method"], context, n_best)
     flags.refuse_without("--out", ["formats", "resume", "keep_tree", *SUBTITLES], context, out_dir)
     flags.refuse_without("--out or --json", ["n_best"], context, out_dir or json)

@@ -17,16 +17,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mmdecode.checkpoints import paired
-from mmdecode.draft.placed import Placed
 from mmdecode.draft.source import Source
 from mmdecode.draft.target import branch_prompt
 from mmdecode.engine.adapter import MAIN, Adapter
 from mmdecode.engine.call import Call
 from mmdecode.engine.capabilities import DrafterCapabilities
 from mmdecode.engine.contracts import BranchOutput, Drafter, DraftSession, Requirements
-from mmdecode.errors import IncompatibleError, OptionError
+from mmdecode.errors import IncompatibleError
 from mmdecode.models.ctc_head import CTCHead
+from mmdecode.models.placed import Placed
 
 
 class CTC(Drafter):
@@ -93,14 +92,8 @@ class CTC(Drafter):
         Raises:
             OptionError: No head ships with the model.
         """
-        head = head or paired(model_id, CTCHead.kind)
-        if head is None:
-            raise OptionError(
-                f"draft 'ctc' needs head=..., the folder of a CTC head; none is shipped for "
-                f"{model_id or 'an unnamed model'}: train one by 'mmdecode train ctc --model "
-                f"{model_id or 'MODEL'} --data RECORDINGS --out FOLDER', and give ctc:head=FOLDER"
-            )
-        return cls(CTCHead.from_pretrained(head), tokenizer, length, ngram, least)
+        found = CTCHead.of_option(head, model_id, "draft 'ctc'")
+        return cls(found, tokenizer, length, ngram, least)
 
     @classmethod
     def from_pretrained(cls, name: str | Path, tokenizer: Any = None) -> CTC:
@@ -114,20 +107,7 @@ class CTC(Drafter):
             IncompatibleError: The model has no encoder whose states the head could read, or the
                 head was trained for another model.
         """
-        width, config = getattr(adapter, "source_width", None), self.head.config
-        problem = None
-        if width is None:
-            problem = "the head reads the states of an encoder, which this model lacks"
-        else:
-            table = adapter.model.get_input_embeddings()
-            found = {
-                "source_size": ("encoder states of width", width),
-                "hidden_size": ("token embeddings of width", table.embedding_dim),
-                "vocab_size": ("a vocabulary of", table.num_embeddings),
-            }
-            for name, (what, size) in found.items():
-                if config.get(name, size) != size:
-                    problem = f"the head expects {what} {config[name]}, the model has {size}"
+        problem = self.head.misfit(adapter)
         if problem is not None:
             raise IncompatibleError.between(
                 "draft CTC",

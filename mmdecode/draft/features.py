@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from mmdecode.draft.growing import Shape, extended, grown_proposal, tree_mask
-from mmdecode.draft.placed import Placed
 from mmdecode.draft.prefixes import prefixes_of, read_shared, rows_of_prefixes
 from mmdecode.draft.shipped import shipped
 from mmdecode.draft.target import (
@@ -44,6 +43,7 @@ from mmdecode.errors import IncompatibleError, OptionError
 from mmdecode.models.feature_drafter import FeatureDrafter, Rows, load_drafter
 from mmdecode.models.hydra import HydraHeads
 from mmdecode.models.image_rows import numbered
+from mmdecode.models.placed import Placed
 
 IMAGES = ("all", "hidden")
 

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from mmdecode.draft.features import refuse_encoder, refuse_foreign
 from mmdecode.draft.growing import Shape, grown_proposal
-from mmdecode.draft.placed import Placed
 from mmdecode.draft.shipped import shipped
 from mmdecode.draft.target import along_path, followed, gathered
 from mmdecode.engine.adapter import Adapter
@@ -28,6 +27,7 @@ from mmdecode.engine.contracts import Block, BranchOutput, Drafter, DraftSession
 from mmdecode.engine.proposal import Kind, Proposal
 from mmdecode.errors import OptionError
 from mmdecode.models.hydra import HydraHeads
+from mmdecode.models.placed import Placed
 
 
 class Hydra(Drafter):

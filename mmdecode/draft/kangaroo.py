@@ -20,7 +20,6 @@ from torch import Tensor
 from mmdecode.draft.assistant import AssistantSession, Going, adapter_like
 from mmdecode.draft.features import refuse_foreign
 from mmdecode.draft.layer_skip import LayerSkip, shallow
-from mmdecode.draft.placed import Placed
 from mmdecode.draft.shipped import shipped
 from mmdecode.draft.target import TargetDistribution, warp_alone
 from mmdecode.engine.adapter import MAIN, Adapter
@@ -30,6 +29,7 @@ from mmdecode.engine.contracts import BranchOutput, Requirements
 from mmdecode.errors import IncompatibleError, OptionError
 from mmdecode.models.feature_drafter import FeatureDrafter, load_drafter
 from mmdecode.models.kangaroo import Exit, KangarooModel
+from mmdecode.models.placed import Placed
 
 
 class Kangaroo(LayerSkip):

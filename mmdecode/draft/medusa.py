@@ -31,7 +31,6 @@ from torch import Tensor, nn
 from mmdecode import registry
 from mmdecode.checkpoints import local_path, paired
 from mmdecode.draft.medusa_heads import MedusaHeads
-from mmdecode.draft.placed import Placed
 from mmdecode.draft.shipped import no_path
 from mmdecode.draft.target import (
     along_path,
@@ -53,6 +52,7 @@ from mmdecode.errors import (
     OptionError,
     UnsupportedModelError,
 )
+from mmdecode.models.placed import Placed
 from mmdecode.quantization.models import rounds_activations
 from mmdecode.runs.files import write_file, write_folder
 from mmdecode.weights import read_weights

@@ -1,6 +1,7 @@
 """CTC head on a recogniser's encoder: the text of a recording in one cheap pass, token by token.
 
-Strided convolutions over the encoder's states, then logits over a blank and the head's subwords.
+Strided convolutions over the encoder's states, or a Transformer layer, then logits over a blank and
+the head's subwords.
 Logits are products with the model's own token embeddings (tied in recognisers), so that the head
 stores no output matrix. Subwords are a part of the decoder's vocabulary: rare words are spelled.
 
@@ -16,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmdecode.checkpoints import local_path
-from mmdecode.errors import InputError
+from mmdecode.checkpoints import local_path, paired
+from mmdecode.errors import InputError, OptionError
 from mmdecode.models.feature_drafter import SavedDrafter
 from mmdecode.weights import fill, read_weights
 
@@ -32,7 +33,9 @@ class CTCHead(SavedDrafter):
         config: ``source_size`` (width of the encoder's states), ``hidden_size`` (width of the token
             embeddings), ``inner_size`` (width of the convolutions), ``kernel`` (their odd width in
             states), ``strides`` (one per convolution) and ``subwords`` (their number N); where
-            known, ``vocab_size``, the number of token embeddings.
+            known, ``vocab_size``, the number of token embeddings. With ``heads`` there is a
+            Transformer layer before the convolutions, with so many attention heads and a
+            feed-forward part of ``feed_forward``; ``strides`` may then be empty.
 
     Attributes:
         ids: Token ids of the subwords, in the decoder's vocabulary, ``(N,)``.
@@ -47,12 +50,23 @@ class CTCHead(SavedDrafter):
         self.config = dict(config)
         width, inner = config["source_size"], config["inner_size"]
         self.kernel, self.strides = config["kernel"], tuple(config["strides"])
+        self.attention: nn.TransformerEncoderLayer | None = None
+        if config.get("heads"):
+            self.attention = nn.TransformerEncoderLayer(
+                width,
+                config["heads"],
+                config["feed_forward"],
+                dropout=0.0,
+                activation="gelu",
+                batch_first=True,
+                norm_first=True,
+            )
         self.norm = nn.LayerNorm(width)
         self.layers = nn.ModuleList(
             nn.Conv1d(inner if index else width, inner, self.kernel, stride, self.kernel // 2)
             for index, stride in enumerate(self.strides)
         )
-        self.output = nn.Linear(inner, config["hidden_size"])
+        self.output = nn.Linear(inner if self.strides else width, config["hidden_size"])
         self.blank = nn.Parameter(torch.zeros(config["hidden_size"]))
         self.bias = nn.Parameter(torch.zeros(config["subwords"] + 1))
         self.register_buffer("ids", torch.zeros(config["subwords"], dtype=torch.long))
@@ -71,6 +85,9 @@ class CTCHead(SavedDrafter):
             lengths: Number of states of each row that are not padding, ``(B,)``.
             embeddings: Embeddings of the head's subwords, ``(N, hidden_size)``.
         """
+        if self.attention is not None:
+            order = torch.arange(states.shape[1], device=states.device)
+            states = self.attention(states, src_key_padding_mask=order >= lengths[:, None])
         hidden = self.norm(states).transpose(1, 2)
         for layer, stride in zip(self.layers, self.strides, strict=True):
             real = torch.arange(hidden.shape[2], device=hidden.device) < lengths[:, None, None]
@@ -78,6 +95,21 @@ class CTCHead(SavedDrafter):
             lengths = (lengths - 1).div(stride, rounding_mode="floor") + 1
         hidden = self.output(hidden.transpose(1, 2))
         return hidden @ torch.cat([self.blank[None], embeddings]).T + self.bias
+
+    @torch.no_grad()
+    def log_probs(self, states: Tensor, lengths: Tensor, embeddings: Tensor) -> Tensor:
+        """Returns float32 log-probabilities ``(B, T, N + 1)``; frames of padding are blank.
+
+        Args:
+            states: Encoder states, as in `forward`.
+            lengths: Number of states per row, as in `forward`.
+            embeddings: Embeddings of the subwords, as in `forward`.
+        """
+        found = self(states, lengths, embeddings).float().log_softmax(-1)
+        order = torch.arange(found.shape[1], device=found.device)
+        padding = (order >= self.lengths(lengths)[:, None])[..., None]
+        blank = torch.arange(found.shape[2], device=found.device) == BLANK
+        return torch.where(padding, torch.where(blank, 0.0, -torch.inf), found)
 
     @torch.no_grad()
     def greedy(self, states: Tensor, lengths: Tensor, embeddings: Tensor) -> list[list[int]]:
@@ -94,6 +126,43 @@ class CTCHead(SavedDrafter):
         kept = real & (best != BLANK) & (best != before)
         ids = torch.cat([self.ids.new_full((1,), -1), self.ids])[best].masked_fill(~kept, -1)
         return [[token for token in row if token >= 0] for row in ids.tolist()]
+
+    def misfit(self, adapter: Any) -> str | None:
+        """Returns why the head cannot read the states of an adapter's model; ``None``: it can."""
+        width = getattr(adapter, "source_width", None)
+        if width is None:
+            return "the head reads the states of an encoder, which this model lacks"
+        table = adapter.model.get_input_embeddings()
+        found = {
+            "source_size": ("encoder states of width", width),
+            "hidden_size": ("token embeddings of width", table.embedding_dim),
+            "vocab_size": ("a vocabulary of", table.num_embeddings),
+        }
+        for name, (what, size) in found.items():
+            if self.config.get(name, size) != size:
+                return f"the head expects {what} {self.config[name]}, the model has {size}"
+        return None
+
+    @classmethod
+    def of_option(cls, head: str | None, model_id: str | None, user: str) -> CTCHead:
+        """Loads the head that an option names, or else the one that ships with a model.
+
+        Args:
+            head: Folder, Hub id or ``zoo:NAME``; ``None``: the shipped head.
+            model_id: Name of the model that decodes.
+            user: Name of the part that needs the head, for the error: ``draft 'ctc'``.
+
+        Raises:
+            OptionError: No head ships with the model.
+        """
+        head = head or paired(model_id, cls.kind)
+        if head is None:
+            raise OptionError(
+                f"{user} needs head=..., the folder of a CTC head; none is shipped for "
+                f"{model_id or 'an unnamed model'}: train one by 'mmdecode train ctc --model "
+                f"{model_id or 'MODEL'} --data RECORDINGS --out FOLDER', and give ctc:head=FOLDER"
+            )
+        return cls.from_pretrained(head)
 
     @classmethod
     def from_pretrained(cls, name: str | Path) -> CTCHead:

@@ -22,7 +22,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import conv1d, pad, scaled_dot_product_attention, silu
+from torch.nn.functional import pad, scaled_dot_product_attention, silu
+
+from mmdecode.models.incremental import IncrementalConvolution
 
 FRAMES = 256
 """Most frames of 5 ms that are encoded at once."""
@@ -43,8 +45,8 @@ class IncrementalEncoder:
         weight = self._embedder.conv1.weight
         self._tail: Tensor = weight.new_zeros(0)  # samples that do not fill a frame
         self._convolutions = [
-            _Convolution(self._embedder.conv1),
-            _Convolution(self._embedder.conv2),
+            IncrementalConvolution(conv, conv.left_pad)
+            for conv in (self._embedder.conv1, self._embedder.conv2)
         ]
         windows = encoder.config.sliding_windows
         self._layers = [
@@ -88,25 +90,6 @@ class IncrementalEncoder:
             x = layer(x, last)
         states: Tensor = self._final_norm(x)[0]
         return states
-
-
-class _Convolution:
-    """Causal convolution over blocks; keeps the inputs that later outputs still read."""
-
-    def __init__(self, conv: Any) -> None:
-        self._conv = conv
-        self._span = (conv.kernel_size[0] - 1) * conv.dilation[0] + 1
-        self._held: Tensor = conv.weight.new_zeros(1, conv.in_channels, conv.left_pad)
-
-    def __call__(self, x: Tensor, last: bool) -> Tensor:
-        """Returns the outputs ``(1, C', S)`` that inputs ``(1, C, T)`` complete."""
-        conv, x = self._conv, torch.cat([self._held, x], 2)
-        count = max(0, (x.shape[2] - self._span) // conv.stride[0] + 1)
-        if not last:
-            self._held = x[..., count * conv.stride[0] :].clone()
-        if not count:
-            return x.new_zeros(1, conv.out_channels, 0)
-        return conv1d(x, conv.weight, conv.bias, conv.stride, dilation=conv.dilation)
 
 
 class _Layer:

@@ -149,6 +149,50 @@ def add_noise(wave: Tensor, snr_db: float, generator: torch.Generator, tilt: flo
     return wave + noise
 
 
+def music(seconds: float, rng: random.Random) -> np.ndarray:
+    """Makes simple music: chords of decaying harmonics with a melody and a beat of noise.
+
+    Args:
+        seconds: Its length.
+        rng: Random generator of tempo, chords, melody and timbre.
+
+    Returns:
+        Mono float32 samples at 16 kHz with peak 0.5.
+    """
+    count = round(seconds * SAMPLING_RATE)
+    wave = np.zeros(count + 2 * SAMPLING_RATE, np.float32)
+    beat = round(60 / rng.uniform(70, 150) * SAMPLING_RATE)
+    scale, root = (0, 2, 4, 5, 7, 9, 11), rng.uniform(110, 220)
+    timbre = [rng.uniform(0, 1) / (k + 1) for k in range(6)]
+
+    def note(start: int, step: int, beats: float, loud: float) -> None:
+        length = min(round(beats * beat), len(wave) - start)
+        time = np.arange(length) / SAMPLING_RATE
+        pitch = root * 2 ** ((scale[step % 7] + 12 * (step // 7)) / 12)
+        tone = sum(
+            part * np.sin(2 * np.pi * pitch * (k + 1) * time)
+            for k, part in enumerate(timbre)
+            if pitch * (k + 1) < SAMPLING_RATE / 2
+        )
+        envelope = np.minimum(1, time * 50) * np.exp(-time * rng.uniform(1, 4))
+        wave[start : start + length] += (loud * envelope * tone).astype(np.float32)
+
+    noise = np.random.default_rng(rng.randrange(2**31))
+    drums, melody = rng.random() < 0.6, rng.randrange(7, 14)
+    for index, start in enumerate(range(0, count, beat)):
+        if index % 4 == 0:
+            degree = rng.choice((0, 3, 4, 5))
+            for step in (degree, degree + 2, degree + 4):
+                note(start, step, 4, 0.5)
+        melody = min(max(melody + rng.randint(-2, 2), 5), 16)
+        note(start, melody, rng.choice((0.5, 1, 2)), 0.6)
+        if drums:
+            hit = noise.standard_normal(1600) * np.exp(-np.arange(1600) / 300)
+            wave[start : start + 1600] += (0.3 * hit).astype(np.float32)
+    wave = wave[:count]
+    return (0.5 * wave / max(1e-6, float(np.abs(wave).max()))).astype(np.float32)
+
+
 def add_reverberation(wave: Tensor, decay_s: float, generator: torch.Generator) -> Tensor:
     """Adds reverberation, by convolution with exponentially decaying noise; keeps the peak.
 

@@ -7,8 +7,7 @@ import torch
 from mmdecode.asr import TranscribeOptions, Transcriber
 from mmdecode.asr.audio.reading import source_of
 from mmdecode.asr.recognizers import encoder_cache
-from mmdecode.asr.recognizers.encoder_cache import EncoderCache
-from mmdecode.asr.recognizers.moonshine_streaming import StreamInputs
+from mmdecode.asr.recognizers.encoder_cache import EncoderCache, StreamInputs
 from mmdecode.asr.recognizers.whisper import WhisperRecognizer
 from mmdecode.asr.streaming import Stream
 from mmdecode.models.moonshine_streaming_encoder import IncrementalEncoder
@@ -51,7 +50,7 @@ def alone(ours, samples):
 
 
 def assert_alone(ours, cache, samples):
-    found, expected = cache.states(samples), alone(ours, samples)
+    found, expected = cache.window(samples).states, alone(ours, samples)
     assert found.shape == expected.shape
     assert (found - expected).abs().max() < 1e-5
 
@@ -76,21 +75,21 @@ def test_windows_have_the_states_that_they_have_alone(ours):
 
 def test_only_new_samples_are_encoded(ours, work):
     cache, sound = ours.encoder_cache(), noise(64_000)
-    cache.states(sound[:32_000])
+    cache.window(sound[:32_000])
     work.clear()
-    cache.states(sound[:32_000])
+    cache.window(sound[:32_000])
     assert not work, "a window that did not change"
-    cache.states(sound[:48_000])
+    cache.window(sound[:48_000])
     assert sum(work) == 50 + 1, "its states are frozen but those that wait for others"
     work.clear()
-    cache.states(sound[8000:48_000])
+    cache.window(sound[8000:48_000])
     assert sum(work) == 125, "another beginning"
     work.clear()
-    cache.states(sound[:64_000])
-    cache.states(sound[8000:64_000])
+    cache.window(sound[:64_000])
+    cache.window(sound[8000:64_000])
     assert sum(work) == 2 * (50 + 1), "several windows are kept"
     work.clear()
-    cache.states(sound[:40_000])
+    cache.window(sound[:40_000])
     assert sum(work) == 125, "another end"
 
 
@@ -99,21 +98,21 @@ def test_the_windows_used_last_are_kept(ours, work):
     cache = EncoderCache(lambda: IncrementalEncoder(encoder), 30_000)
     one, two, three = (noise(10_000, i) for i in range(3))
     for samples in (one, two, three, one, noise(10_000, 4)):
-        cache.states(samples)
+        cache.window(samples)
     assert cache.kept == 30_000
     work.clear()
     for samples in (three, one):
-        cache.states(samples)
+        cache.window(samples)
     assert not work
-    cache.states(two)
+    cache.window(two)
     assert work, "used least"
-    cache.states(noise(40_000, 5))
+    cache.window(noise(40_000, 5))
     assert cache.kept == 40_000, "the newest is kept, however long"
 
 
 def test_a_caller_that_changes_states_changes_no_later_ones(ours):
     cache, sound = ours.encoder_cache(), noise(32_000)
-    window = StreamInputs(*ours.features([sound.numpy()]), cache, len(sound))
+    window = StreamInputs(*ours.features([sound.numpy()]), cache, sound)
     first = ours.encode([window], [2.0]).states
     before = first.clone()
     first += 1
@@ -126,7 +125,7 @@ def test_windows_with_and_without_a_cache_are_encoded_together(ours):
     expected = ours.encode(inputs, [2.0, 1.0])
     for cached in (0, 1):
         mixed = [
-            StreamInputs(one, cache, one["input_values"].shape[1]) if row == cached else one
+            StreamInputs(one, cache, one["input_values"][0]) if row == cached else one
             for row, one in enumerate(inputs)
         ]
         found = ours.encode(mixed, [2.0, 1.0])

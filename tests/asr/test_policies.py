@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from mmdecode.asr.alignment.words import Token
-from mmdecode.asr.streaming import Stream, policy_of
-from mmdecode.asr.streaming import stream as streams
+from mmdecode.asr.streaming import Stream, policy_of, setting
 from mmdecode.asr.streaming.commits import Commits
 from mmdecode.asr.streaming.hypothesis import evidence_of
 from mmdecode.asr.streaming.policies import AdaptiveWait, Hypotheses, OpenWord, Wait
@@ -200,7 +199,7 @@ class Weighing(Hearer):
 
 @pytest.fixture(autouse=True)
 def _evidence_of_any_kind(monkeypatch):
-    monkeypatch.setattr(streams, "Evidence", lambda _: SimpleNamespace(check=lambda kind: None))
+    monkeypatch.setattr(setting, "Evidence", lambda _: SimpleNamespace(check=lambda kind: None))
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -248,6 +247,6 @@ def test_evidence_that_a_model_cannot_give_is_refused_by_name(monkeypatch):
     def check(kind):
         raise OptionError(f"{kind} does not work with Hearer")
 
-    monkeypatch.setattr(streams, "Evidence", lambda _: SimpleNamespace(check=check))
+    monkeypatch.setattr(setting, "Evidence", lambda _: SimpleNamespace(check=check))
     with pytest.raises(OptionError, match="attention does not work with Hearer"):
         Stream(Weighing(), "alignatt")

@@ -1,6 +1,7 @@
 """Voice activity: silence is skipped, the text stays, times are those of the recording."""
 
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from mmdecode.asr import Failure, TranscribeOptions, Transcriber
 from mmdecode.asr.audio.reading import source_of
-from mmdecode.asr.audio.vad import FRAME, RATE, Stretch, Timeline, VoiceActivity
+from mmdecode.asr.audio.vad import FRAME, RATE, Blanks, Silero, Stretch, Timeline
 from mmdecode.errors import MissingExtraError, OptionError
 from mmdecode.zoo.speech import speech_test
 
@@ -39,7 +40,7 @@ def plain(trained):
 
 
 def detector(**options):
-    return VoiceActivity(TranscribeOptions(vad=True, **options))
+    return Silero(TranscribeOptions(vad=True, **options))
 
 
 # Text and times
@@ -153,9 +154,9 @@ def test_stretches_are_those_of_silero(clips):
 
 def test_a_recording_has_the_same_speech_after_another(clips):
     vad = detector()
-    first = vad._listen(source_of(clips[0], RATE))
-    vad._listen(source_of(clips[1], RATE))
-    assert vad._listen(source_of(clips[0], RATE)) == first
+    first = vad.listen(source_of(clips[0], RATE))
+    vad.listen(source_of(clips[1], RATE))
+    assert vad.listen(source_of(clips[0], RATE)) == first
 
 
 @pytest.mark.parametrize("rate", [8_000, 16_000])
@@ -209,7 +210,7 @@ def test_a_whole_recording_keeps_its_times():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"vad": "webrtc"}, "True, False or 'silero'"),
+        ({"vad": "webrtc"}, "expected True, False, 'silero', 'ctc'"),
         ({"vad_threshold": 1.5}, "above 0 and below 1"),
         ({"vad_pad_s": -1.0}, "0 or more"),
         ({"vad_min_silence_s": float("nan")}, "0 or more"),
@@ -236,3 +237,64 @@ def test_the_number_of_threads_stays_what_it_was(monkeypatch):
         assert torch.get_num_threads() == before + 1
     finally:
         torch.set_num_threads(before)
+
+
+# Blanks of a CTC head
+
+
+class Loud(Blanks):
+    """A head that finds labels where it is loud, a frame of 0.04 s at a time."""
+
+    def __init__(self, window_s=8.0, **options):
+        self.windows, self.length = [], round(0.04 * RATE)
+        super().__init__(
+            TranscribeOptions(vad="ctc", **options),
+            SimpleNamespace(window_s=window_s, rate=RATE),
+            torch.nn.Linear(1, 1),
+        )
+
+    def _chances(self, wave):
+        self.windows.append(len(wave))
+        frames = [wave[at : at + self.length] for at in range(0, len(wave), self.length)]
+        return [float(np.abs(frame).max() > 0.1) for frame in frames]
+
+
+def pauses(seconds, seed=0):
+    """Loud and silent stretches of whole frames, and which frames are loud."""
+    draw = np.random.default_rng(seed)
+    loud = np.repeat(draw.random(2000) < 0.4, draw.integers(1, 40, 2000))
+    loud = loud[: round(seconds / 0.04)]
+    return np.repeat(loud, round(0.04 * RATE)).astype(np.float32), loud
+
+
+@pytest.mark.parametrize("seconds", [0.04, 3.0, 8.0, 8.04, 20.0, 61.0])
+@pytest.mark.parametrize("block", [700, 50_000, 10**7])
+def test_every_frame_is_looked_at_once_with_audio_around_it(seconds, block):
+    ours = Loud()
+    samples, loud = pauses(seconds)
+    found, duration_s = ours.listen(source_of((samples, RATE), RATE, block=block))
+    assert found == [float(one) for one in loud]
+    assert duration_s == pytest.approx(seconds)
+    assert max(ours.windows) <= 8 * RATE
+
+
+def test_a_window_that_begins_a_frame_late_is_noticed(monkeypatch):
+    ours = Loud()
+    ours.frame_s *= 1.01
+    samples, loud = pauses(61.0)
+    found, _ = ours.listen(source_of((samples, RATE), RATE))
+    assert found != [float(one) for one in loud]
+
+
+def test_labels_near_each_other_are_one_stretch():
+    ours = Loud(vad_min_silence_s=0.4, vad_min_speech_s=0.0, vad_pad_s=0.1)
+    chances = np.zeros(250)
+    chances[[50, 56, 63, 100, 101]] = 1.0  # spikes; gaps of 0.2 and 1.4 s
+    found = ours.stretches(chances.tolist(), 10.0)
+    edges = [(round(one.start / 0.04), round(one.end / 0.04)) for one in found]
+    assert edges == [(50, 64), (100, 102)]
+
+
+def test_a_model_without_a_head_is_refused(plain):
+    with pytest.raises(OptionError, match="vad 'ctc' needs head="):
+        plain.with_options(vad="ctc:head=")

@@ -118,7 +118,7 @@ def size_of(value):
         return value.numel()
     if isinstance(value, list):
         return sum(map(size_of, value))
-    if isinstance(value, (IncrementalEncoder, ours._Layer, ours._Convolution)):
+    if isinstance(value, (IncrementalEncoder, ours._Layer, ours.IncrementalConvolution)):
         return sum(map(size_of, vars(value).values()))
     return 0
 
@@ -218,15 +218,15 @@ def _forgets_samples(monkeypatch):
 
 def _padded_blocks(monkeypatch):
     """Each block begins with zeros, as in one pass."""
-    call = ours._Convolution.__call__
+    call = ours.IncrementalConvolution.__call__
 
     def padded(self, x, last):
         found = call(self, x, last)
-        keep = self._held if last else torch.zeros_like(self._held)
-        self._held = keep
+        keep = self._kept if last else torch.zeros_like(self._kept)
+        self._kept = keep
         return found
 
-    monkeypatch.setattr(ours._Convolution, "__call__", padded)
+    monkeypatch.setattr(ours.IncrementalConvolution, "__call__", padded)
 
 
 def _keeps_the_end(monkeypatch):

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from warnings import warn
 
@@ -31,6 +31,7 @@ from mmdecode.adapters.products import Product, float_product
 from mmdecode.adapters.seq2seq.base import EncoderDecoderAdapter, SourcePast
 from mmdecode.engine.adapter import Mask, Prompt
 from mmdecode.engine.cache import RaggedCache, RaggedLayer, bucket
+from mmdecode.engine.growing_source import SOURCES, GrowingSource, extended_rows
 from mmdecode.engine.masks import block_mask
 from mmdecode.engine.views import origin
 from mmdecode.quantization.attention import NAME as BY_ROWS
@@ -140,13 +141,17 @@ class LeanPast(SourcePast):
     ) -> None:
         super().__init__(cache, prompt)
         self._describe, self._rounds, self._embed = describe, rounds, embed
+        self._grown: Sequence[GrowingSource | None] = prompt.inputs.get(SOURCES, ())
         self._layers: list[Layer] = []
 
     def read(self, layers: Iterable[nn.Module]) -> list[Layer]:
         """Returns each layer's weights, cross-attention keys and values; collected at first use."""
         if not self._layers:
             rounded, states = None, self._embed(self.source) if self._embed else self.source
-            for layer in map(self._describe, layers):
+            modules = list(layers)
+            described = [self._describe(module) for module in modules]
+            grown = self._extended(states, modules[0], described)
+            for index, layer in enumerate(described):
                 source: Any
                 if self._rounds and layer.by_rows:
                     if rounded is None:
@@ -155,14 +160,31 @@ class LeanPast(SourcePast):
                         rounded = Int8States.of(states, read)
                     source = Int8Source(rounded, *layer.cross_kv)
                 else:
-                    keys, values = (module.forward(states) for module in layer.cross_kv)
+                    if grown:
+                        keys, values = grown[index]
+                    else:
+                        keys, values = (module.forward(states) for module in layer.cross_kv)
                     source = Source.of(keys, values, layer.heads, self.source_mask)
                 self._layers.append(layer._replace(source=source))
         return self._layers
 
+    def _extended(
+        self, states: Tensor, reader: nn.Module, layers: Sequence[Layer]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Returns keys and values ``(B, S, H)`` of each layer; nothing if no source grows."""
+        if not any(self._grown) or (self._rounds and layers[0].by_rows):
+            return []
+        lengths = [states.shape[1]] * len(states)
+        if self.source_mask is not None:
+            lengths = (self.source_mask[:, 0, 0] == 0).sum(1).tolist()
+        projections = [(layer.cross_kv[0].forward, layer.cross_kv[1].forward) for layer in layers]
+        return extended_rows(self._grown, states, lengths, reader, projections)
+
     def reorder_cache(self, rows: Tensor) -> None:
         """Keeps the rows ``rows``, in that order."""
         super().reorder_cache(rows)
+        if self._grown and not self._layers:
+            self._grown = [self._grown[row] for row in rows.tolist()]
         self._layers = [layer.select_rows(rows) for layer in self._layers]
 
 
@@ -395,7 +417,8 @@ def plain(module: nn.Module) -> bool:
     hooked = bool(module._forward_hooks or module._forward_pre_hooks)
     if type(module) in (Int8Linear, Int8Embedding):
         return not (patched or hooked)
-    wrapped = not type(module).__module__.startswith(("torch.", "transformers."))
+    ours = ("torch.", "transformers.", "mmdecode.models.")
+    wrapped = not type(module).__module__.startswith(ours)
     return not (foreign or patched or hooked or wrapped)
 
 
@@ -455,6 +478,7 @@ def _states(adapter: LeanAdapter, run: Callable[..., Tensor]) -> Tensor:
     inputs = {"source": source}
     if adapter.source_is_padded:
         inputs["source_mask"] = torch.arange(6, device=device) < ids.new_tensor([[6], [4]])
+        inputs["source"] = source * inputs["source_mask"][..., None]
     mask = torch.arange(4, device=device) >= ids.new_tensor([[0], [1]])
     cache = RaggedCache(adapter.num_layers, 2, device)
     past = adapter.open(cache, Prompt(ids=ids[:, :4], mask=mask, inputs=inputs))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -12,6 +13,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from mmdecode.adapters.attention import refuse_attention
 from mmdecode.engine.adapter import Adapter, BranchSpec, Mask, Prompt
 from mmdecode.engine.call import Call
+from mmdecode.engine.growing_source import SOURCES
 from mmdecode.errors import IncompatibleError
 
 if TYPE_CHECKING:
@@ -33,6 +35,8 @@ class EncoderDecoderAdapter(Adapter):
     """Whether encoder states may be padding, see `source_mask`."""
     takes_positions: ClassVar = False
     """Whether the decoder's forward pass takes ``position_ids``."""
+    takes_source_mask: ClassVar = True
+    """Whether the decoder's forward pass takes ``encoder_attention_mask``; else it masks itself."""
     changes_source: ClassVar = False
     """Whether the decoder's forward pass changes the states that it is given, in place."""
 
@@ -73,10 +77,13 @@ class EncoderDecoderAdapter(Adapter):
                 f"{self.name} expects one each, of width {width}: an assistant that reads the "
                 "target's encoder states must have the same width"
             )
-        inputs = {"source": source}
+        inputs: dict[str, Any] = {"source": source}
         read = self.source_mask(call) if self.source_is_padded else None
         if read is not None:
             inputs["source_mask"] = read.bool()
+        if grown := call.request.inputs.get(SOURCES):
+            copies = len(ids) // len(grown)
+            inputs[SOURCES] = [one for one in grown for _ in range(copies)]
         return Prompt(ids=ids, mask=mask, inputs=inputs)
 
     def stack(self, prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -84,7 +91,11 @@ class EncoderDecoderAdapter(Adapter):
         if len(prompts) == 1:
             return list(prompts)
         names = prompts[0].inputs
-        inputs = {name: torch.cat([p.inputs[name] for p in prompts]) for name in names}
+        parts = {name: [p.inputs[name] for p in prompts] for name in names}
+        inputs = {
+            name: torch.cat(own) if isinstance(own[0], Tensor) else [*itertools.chain(*own)]
+            for name, own in parts.items()
+        }
         return [Prompt.stacked(prompts, inputs)]
 
     def join(self, pasts: Sequence[Any], cache: RaggedCache) -> Any:
@@ -98,7 +109,7 @@ class EncoderDecoderAdapter(Adapter):
     def forward(self, tokens: Tensor, mask: Mask, positions: Tensor, past: Any) -> Tensor:
         """Computes the states after the decoder's final norm."""
         options = {"position_ids": positions} if self.takes_positions else {}
-        if self.source_is_padded:
+        if self.source_is_padded and self.takes_source_mask:
             options["encoder_attention_mask"] = past.source_mask
         return self._decoder(
             input_ids=tokens,

@@ -8,7 +8,8 @@ from. The kinds of evidence are
   over the frames of the row's own audio;
 - ``ending``: probability that the text goes on after a token, hence that the token is not the last
   one: 1 minus the probability of all ids that can end the text (`Recognizer.ends`);
-- ``confidence``: probability of the token.
+- ``confidence``: probability of the token;
+- ``logit``: the raw logit of the token.
 
 Probabilities are those of the raw logits, in float32.
 
@@ -30,7 +31,7 @@ from mmdecode.asr.recognizers.base import Recognizer
 from mmdecode.asr.recognizers.contract import Encoded
 from mmdecode.errors import OptionError, UnknownNameError
 
-KINDS = ("attention", "ending", "confidence")
+KINDS = ("attention", "ending", "confidence", "logit")
 
 
 class Evidence:
@@ -115,8 +116,9 @@ class Evidence:
                 found[row] = (1 - ending).clamp_min(0).tolist()
             else:
                 chosen = padded[index, first + 1 :][:count, None]
-                chances = _probabilities(logits[index, first:][:count])
-                found[row] = chances.gather(1, chosen)[:, 0].tolist()
+                scores = logits[index, first:][:count].float()
+                scores = scores if kinds[row] == "logit" else scores.softmax(-1)
+                found[row] = scores.gather(1, chosen)[:, 0].tolist()
         return found
 
 

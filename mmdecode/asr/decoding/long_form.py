@@ -37,7 +37,7 @@ from torch import Tensor
 from mmdecode.asr.alignment.cross_attention import Spoken, Timer
 from mmdecode.asr.alignment.evidence import Evidence
 from mmdecode.asr.alignment.words import Token, timed_words
-from mmdecode.asr.audio.vad import Timeline, VoiceActivity
+from mmdecode.asr.audio.vad import Timeline, detector_for
 from mmdecode.asr.decoding import hallucinations
 from mmdecode.asr.decoding.chunks import join, join_windows
 from mmdecode.asr.decoding.fallback import Attempts, Result
@@ -86,7 +86,7 @@ class LongForm:
             _check_plain(decoder)
         self.attempts = Attempts(recognizer, decoder, self.options)
         self.alternatives = Alternatives(self.attempts) if self.options.n_best else None
-        self.voice = VoiceActivity(self.options) if self.options.vad else None
+        self.voice = detector_for(self.options, recognizer)
         self.needs_waveforms = changes_audio(decoder.guide)
         self.timer = recognizer.timer()
 

@@ -78,6 +78,8 @@ class Encoded:
         states: Encoder states, ``(B, S, H)``; ``None``: ``generate`` encodes the inputs.
         mask: True for states that are not padding, bool ``(B, S)``; ``None``: there is no padding.
         waveforms: Waveforms of the windows for guides that change them; empty if no guide does.
+        sources: For windows of streams, keys and values of their states, see
+            `mmdecode.engine.growing_source`; empty if there is none.
     """
 
     inputs: Any
@@ -85,6 +87,7 @@ class Encoded:
     states: Tensor | None = None
     mask: Tensor | None = None
     waveforms: Sequence[Any] = field(default=())
+    sources: Sequence[Any] = field(default=())
 
     def rows(self, chosen: Sequence[int]) -> Encoded:
         """Returns the rows with the given indices, in that order."""

@@ -12,12 +12,16 @@ it is cut shorter at its end.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from mmdecode.asr.recognizers.contract import Encoded
+from mmdecode.engine.encoding import encode_unpadded, padded
+from mmdecode.engine.growing_source import GrowingSource
 
 
 class Encoder(Protocol):
@@ -31,13 +35,22 @@ class Encoder(Protocol):
 
 
 @dataclass
-class _Entry:
-    """A window: its encoder, its samples so far, its final states, and all its states."""
+class CachedWindow:
+    """A window of a stream.
+
+    Attributes:
+        encoder: Its encoder.
+        samples: Its samples so far, ``(T,)``.
+        final: Its final encoder states, ``(S', H)``.
+        states: All its encoder states, ``(S, H)``.
+        source: Keys and values that the decoder made of its states.
+    """
 
     encoder: Encoder
     samples: Tensor
     final: Tensor
     states: Tensor
+    source: GrowingSource = field(default_factory=GrowingSource)
 
 
 class EncoderCache:
@@ -50,15 +63,15 @@ class EncoderCache:
 
     def __init__(self, make: Callable[[], Encoder], most: int) -> None:
         self._make, self._most = make, most
-        self._entries: list[_Entry] = []  # the one used last is the last
+        self._entries: list[CachedWindow] = []  # the one used last is the last
 
     @property
     def kept(self) -> int:
         """Number of samples of all windows that are kept."""
         return sum(len(entry.samples) for entry in self._entries)
 
-    def states(self, samples: Tensor) -> Tensor:
-        """Returns the encoder states ``(S, H)`` of a window with these samples ``(T,)``."""
+    def window(self, samples: Tensor) -> CachedWindow:
+        """Encodes what is new of a window with these samples ``(T,)``, and returns it."""
         entry = self._taken(samples)
         fed = len(entry.samples)
         if fed < len(samples) or not fed:
@@ -67,9 +80,9 @@ class EncoderCache:
             entry.samples = samples.clone()
         self._entries.append(entry)
         self._forget()
-        return entry.states
+        return entry
 
-    def _taken(self, samples: Tensor) -> _Entry:
+    def _taken(self, samples: Tensor) -> CachedWindow:
         """Takes out the longest window that begins these samples; a new one if there is none."""
         begins = [
             index
@@ -82,9 +95,46 @@ class EncoderCache:
             return self._entries.pop(longest)
         encoder = self._make()
         empty = encoder.feed(samples[:0])
-        return _Entry(encoder, samples[:0], empty, empty)
+        return CachedWindow(encoder, samples[:0], empty, empty)
 
     def _forget(self) -> None:
         """Drops the windows that were not used for longest."""
         while len(self._entries) > 1 and self.kept > self._most:
             del self._entries[0]
+
+
+class StreamInputs(dict[str, Tensor]):
+    """Encoder inputs of a window of a stream, with the stream's cache.
+
+    Args:
+        inputs: Encoder inputs, or nothing where the samples are enough.
+        cache: Cache of the stream.
+        samples: Samples of the window, ``(T,)``.
+    """
+
+    def __init__(self, inputs: Mapping[str, Tensor], cache: EncoderCache, samples: Tensor) -> None:
+        super().__init__(inputs)
+        self._cache, self._samples = cache, samples
+
+    def window(self) -> CachedWindow:
+        """Encodes what is new of the window, and returns it."""
+        return self._cache.window(self._samples)
+
+
+def encode_cached(encoder: Any, windows: Sequence[Any], seconds: Sequence[float]) -> Encoded:
+    """Encodes windows: those of streams by their caches, the others without padding.
+
+    Args:
+        encoder: Encoder of the model.
+        windows: Encoder inputs by name, or `StreamInputs`.
+        seconds: Length of each window, in seconds.
+    """
+    cached = [one.window() if isinstance(one, StreamInputs) else None for one in windows]
+    if not any(cached):
+        return Encoded(windows, seconds, *encode_unpadded(encoder, windows))
+    rows = [
+        encode_unpadded(encoder, [window])[0][0] if found is None else found.states
+        for window, found in zip(windows, cached, strict=True)
+    ]
+    sources = [None if found is None else found.source for found in cached]
+    return Encoded(windows, seconds, *padded(rows), sources=sources)

@@ -32,6 +32,7 @@ from mmdecode.asr.recognizers.contract import Encoded, Span
 from mmdecode.asr.recognizers.pauses import pause_in
 from mmdecode.checkpoints import code_trusted
 from mmdecode.engine.encoding import alike, encode_unpadded, stacked
+from mmdecode.engine.growing_source import SOURCES
 from mmdecode.errors import InputError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -195,7 +196,7 @@ class GenericRecognizer(Recognizer):
             **read_from(encoded),
             generation_config=config,
             custom_generate=decoder,
-            mm_inputs={"source_ids": sources},
+            mm_inputs=raw_inputs(encoded, sources),
             mm_request=names,
         )
 
@@ -274,6 +275,19 @@ class GenericRecognizer(Recognizer):
             return ids
         padded = torch.nn.utils.rnn.pad_sequence(scores)  # (L, B, V)
         return ModelOutput(sequences=ids, scores=tuple(padded))
+
+
+def raw_inputs(encoded: Encoded, sources: list[list[int]]) -> dict[str, Any]:
+    """Returns the inputs that drafters and adapters read besides ids, by name.
+
+    Args:
+        encoded: Encoded windows.
+        sources: Token ids that a drafter may copy from, per row.
+    """
+    found: dict[str, Any] = {"source_ids": sources}
+    if encoded.sources:
+        found[SOURCES] = encoded.sources
+    return found
 
 
 @dataclass

@@ -11,6 +11,7 @@ A stream encodes only new samples, see `MoonshineStreamingRecognizer.encoder_cac
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,10 +19,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmdecode.asr.recognizers.contract import Encoded
-from mmdecode.asr.recognizers.encoder_cache import EncoderCache
+from mmdecode.asr.recognizers.encoder_cache import EncoderCache, StreamInputs, encode_cached
 from mmdecode.asr.recognizers.generic import SHORTEST_S
 from mmdecode.asr.recognizers.moonshine import MoonshineRecognizer
-from mmdecode.engine.encoding import encode_unpadded, padded
 from mmdecode.models.moonshine_streaming_encoder import IncrementalEncoder
 
 if TYPE_CHECKING:
@@ -64,7 +64,9 @@ class MoonshineStreamingRecognizer(MoonshineRecognizer):
         inputs = super().read(recording, seek, count)
         cache = recording.encoder_cache
         length = max(count, round(SHORTEST_S * self.rate))
-        return inputs if cache is None else StreamInputs(inputs, cache, length)
+        if cache is None:
+            return inputs
+        return StreamInputs(inputs, cache, inputs["input_values"][0, :length])
 
     def encoder_cache(self) -> EncoderCache:
         """Returns a cache for the windows of one stream, which encodes only new samples."""
@@ -74,34 +76,8 @@ class MoonshineStreamingRecognizer(MoonshineRecognizer):
 
     def encode(self, windows: Sequence[Any], seconds: Sequence[float]) -> Encoded:
         """Encodes windows, those of streams by their caches; states always have a mask."""
-        if any(isinstance(window, StreamInputs) for window in windows):
-            rows = [
-                window.states()
-                if isinstance(window, StreamInputs)
-                else encode_unpadded(self.model.get_encoder(), [window])[0][0]
-                for window in windows
-            ]
-            states, mask = padded(rows)
-        else:
-            states, mask = encode_unpadded(self.model.get_encoder(), windows)
-        if mask is None:
-            mask = states.new_ones(states.shape[:2], dtype=torch.bool)
-        return Encoded(windows, seconds, states, mask)
-
-
-class StreamInputs(dict[str, Tensor]):
-    """Encoder inputs of a window of a stream, with the stream's cache of encoder states.
-
-    Args:
-        inputs: Encoder inputs, padded to whole frames.
-        cache: Cache of the stream.
-        length: Number of samples before the padding to whole frames.
-    """
-
-    def __init__(self, inputs: Mapping[str, Tensor], cache: EncoderCache, length: int) -> None:
-        super().__init__(inputs)
-        self._cache, self._length = cache, length
-
-    def states(self) -> Tensor:
-        """Returns the window's encoder states, ``(S, H)``."""
-        return self._cache.states(self["input_values"][0, : self._length])
+        found = encode_cached(self.model.get_encoder(), windows, seconds)
+        if found.mask is None and found.states is not None:
+            mask = found.states.new_ones(found.states.shape[:2], dtype=torch.bool)
+            found = replace(found, mask=mask)
+        return found

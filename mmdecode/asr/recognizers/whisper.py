@@ -22,6 +22,7 @@ from mmdecode.asr.decoding.beams import beam_search
 from mmdecode.asr.decoding.segmentation import split_segments, unfinished
 from mmdecode.asr.recognizers.base import Recognizer
 from mmdecode.asr.recognizers.contract import Capabilities, Encoded, Span, Split
+from mmdecode.asr.recognizers.generic import MaskedStates, raw_inputs
 from mmdecode.asr.recognizers.whisper_features import Mel, Speech
 from mmdecode.asr.recognizers.whisper_prompts import Prompts, processors
 from mmdecode.checkpoints import code_trusted, local_path
@@ -30,6 +31,7 @@ from mmdecode.models.whisper_medusa import load_target
 
 if TYPE_CHECKING:
     from mmdecode.asr.audio.reading import Source
+    from mmdecode.asr.audio.recording import Recording
     from mmdecode.asr.decoding.beams import Scored
     from mmdecode.asr.options import TranscribeOptions
     from mmdecode.decoder import Decoder
@@ -132,7 +134,7 @@ class WhisperRecognizer(Recognizer):
         """Returns the number of whole timestamp steps in ``count`` frames."""
         return int(count * self.frame_s / self.stamp_s)
 
-    def open(self, source: Source) -> Speech:
+    def open(self, source: Source) -> Recording:
         """Opens a recording, and reads it once for its length, hash and loudest value."""
         return Speech(source, self.mel, self.options.padding)
 
@@ -140,7 +142,7 @@ class WhisperRecognizer(Recognizer):
         """Returns a full window, whose tokens determine the start of the next window."""
         return Span(min(recording.frames - seek, self.window_frames), None)
 
-    def read(self, recording: Any, seek: int, count: int) -> Tensor:
+    def read(self, recording: Any, seek: int, count: int) -> Any:
         """Returns the log-mel features of a window, ``(mels, window_frames)``."""
         return recording.window(seek)
 
@@ -256,7 +258,9 @@ class WhisperRecognizer(Recognizer):
         sources: list[list[int]],
     ) -> Any:
         """Decodes windows with Whisper's logits processors."""
-        raw: dict[str, Any] = {"input_features": encoded.inputs, "source_ids": sources}
+        raw = raw_inputs(encoded, sources)
+        if isinstance(encoded.inputs, Tensor):
+            raw["input_features"] = encoded.inputs
         if encoded.waveforms:
             raw["audio"] = encoded.waveforms
         return decoder(
@@ -265,7 +269,9 @@ class WhisperRecognizer(Recognizer):
             logits_processor=processors(self.config, prompt.shape[1], self.options, temperature),
             stopping_criteria=StoppingCriteriaList(),
             generation_config=config,
-            encoder_outputs=BaseModelOutput(last_hidden_state=encoded.states),
+            encoder_outputs=MaskedStates(
+                last_hidden_state=encoded.states, attention_mask=encoded.mask
+            ),
             mm_inputs=raw,
             mm_request=names,
         )
@@ -316,6 +322,11 @@ class WhisperRecognizer(Recognizer):
         """Returns Whisper's logits processors and those of the checkpoint's settings."""
         return processors(self.config, width, self.options, 0.0)
 
+    @property
+    def word_method(self) -> str | bool:
+        """How words are timed, see `Timer`."""
+        return self.options.word_timestamps
+
     def timer(self) -> Timer | None:
         """Returns the timer of `mmdecode.asr.alignment.cross_attention`, if words are timed."""
         if not self.options.word_timestamps:
@@ -323,7 +334,7 @@ class WhisperRecognizer(Recognizer):
         return Timer(
             self.model,
             self.tokenizer,
-            self.options.word_timestamps,
+            self.word_method,
             stamps=self.prompts.timestamp_begin,
             frame_s=self.stamp_s,
             rate=self.mel.rate,

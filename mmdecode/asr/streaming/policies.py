@@ -4,7 +4,8 @@ A policy sees the last hypotheses without the words that are committed already. 
 need a number for each word, the evidence that the word will not change: the seconds of audio after
 its end, or a kind of `mmdecode.asr.alignment.evidence`, of which a word has the smallest number of
 its tokens. The larger the number, the more stable the word. A policy with evidence commits the
-words before the first one whose number is below a threshold.
+words before the first one whose number is below a threshold. (`Stable` gets the logits of tokens,
+and sees for each word how many tokens follow it.)
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from mmdecode.errors import OptionError, UnknownNameError
 
 TIME = "time"
 """Kind of evidence: seconds of audio after the end of the word, from word timestamps."""
+LOGIT = "logit"
+"""Kind of evidence of `Stable`."""
 
 
 class OpenWord(NamedTuple):
@@ -177,6 +180,27 @@ class Ending(CommitPolicy):
 
 
 @dataclass(frozen=True)
+class Stable(CommitPolicy):
+    """Continues the last hypothesis, and commits words before its last ``m`` tokens.
+
+    A step keeps the tokens of the last one, and decides only the last ``m`` again, see
+    `mmdecode.guide.stability`. The other policies decide all words again that are not committed.
+
+    Source: Krichli et al. 2025, arXiv:2508.12301 (CarelessWhisper).
+    """
+
+    evidence = LOGIT
+    m: int = 2
+
+    def __post_init__(self) -> None:
+        _check_whole(self, "m", 0)
+
+    def stable(self, hypotheses: Hypotheses) -> int:
+        """Returns the number of words that at least ``m`` tokens follow."""
+        return _least(hypotheses, self.m)
+
+
+@dataclass(frozen=True)
 class Wait(CommitPolicy):
     """Commits one word per step, from step ``k`` on (wait-k); the rest at the end of the audio.
 
@@ -249,6 +273,7 @@ POLICIES: Mapping[str, type[CommitPolicy]] = {
     "delay": Delay,
     "alignatt": AlignAtt,
     "ending": Ending,
+    "stable": Stable,
     "wait": Wait,
     "adaptive-wait": AdaptiveWait,
 }

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import takewhile
 from typing import Any, ClassVar
 
 import numpy as np
 
-from mmdecode.asr.alignment.evidence import Evidence
+from mmdecode.asr.alignment.words import Token
 from mmdecode.asr.decoding.repetition import first_round_end
-from mmdecode.asr.options import LEAST_WINDOW_S, TranscribeOptions
 from mmdecode.asr.results import Transcript, Word
 from mmdecode.asr.streaming.commits import Commits, bare
 from mmdecode.asr.streaming.hypothesis import Hypothesis, evidence_of, words_of
-from mmdecode.asr.streaming.policies import TIME, CommitPolicy, policy_of
+from mmdecode.asr.streaming.policies import LOGIT, TIME, CommitPolicy, Stable, policy_of
+from mmdecode.asr.streaming.setting import continuing, options_for, redrafting
 from mmdecode.asr.transcriber import Transcriber
-from mmdecode.decoder import Decoder
-from mmdecode.draft.first_of import FirstOf
-from mmdecode.draft.none import NoDraft
-from mmdecode.draft.source import Source
-from mmdecode.engine.contracts import Drafter
-from mmdecode.errors import IncompatibleError, InputError, OptionError
+from mmdecode.errors import InputError, OptionError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +34,8 @@ class Update:
         committed: Newly committed words, each with the space before it; they never change.
         provisional: Words after the committed words in the current hypothesis; they may change.
         words: The committed words with times and confidences; ``None``: word timestamps are off.
+        appeared_s: For each committed word, seconds of audio after which it first appeared in a
+            hypothesis and stayed: its emission time without the wait for the commit.
         error: Always ``None``, so that updates can be checked like a `Failure`.
     """
 
@@ -46,6 +44,7 @@ class Update:
     committed: list[str]
     provisional: list[str]
     words: list[Word] | None = None
+    appeared_s: list[float] = field(default_factory=list)
     error: ClassVar[None] = None
 
     @property
@@ -61,6 +60,7 @@ class Update:
             "committed": self.committed,
             "provisional": self.provisional,
             "words": self.words,
+            "appeared_s": self.appeared_s,
         }
 
 
@@ -111,6 +111,9 @@ class Stream:
                 f"step_s={step_s}; expected more than 0 and at most half of longest_s, "
                 f"{longest_s / 2:g} s"
             )
+        if isinstance(self.policy, Stable):
+            transcriber = continuing(transcriber, self.policy)
+            redraft = True
         decoder = redrafting(transcriber) if redraft else transcriber.decoder
         if options != transcriber.options or decoder is not transcriber.decoder:
             transcriber = transcriber.with_options(decoder, **vars(options))
@@ -129,6 +132,7 @@ class Stream:
             [],
             [] if options.word_timestamps else None,
         )
+        self._appeared: list[tuple[str, float]] = []  # open words, and when they first appeared
         self._undelivered: list[Update] = []  # of steps before one that raised an error
         self._finished = False
         self.ended = False
@@ -174,10 +178,11 @@ class Stream:
         self.close()
         *before, update = self._updates()
         committed = [word for one in (*before, update) for word in one.committed]
+        appeared_s = [at for one in (*before, update) for at in one.appeared_s]
         words = None
         if update.words is not None:
             words = [word for one in (*before, update) for word in one.words or ()]
-        return replace(update, committed=committed, words=words)
+        return replace(update, committed=committed, words=words, appeared_s=appeared_s)
 
     def _updates(self) -> list[Update]:
         """Takes all steps that are due."""
@@ -291,11 +296,14 @@ class Stream:
             begin, end = self._commits.offer(hypothesis.words, hypothesis.evidence)
             end = len(hypothesis.words) if last else self._drop(hypothesis, end)
             committed, provisional = hypothesis.words[begin:end], hypothesis.words[end:]
+            self._appear(hypothesis.words[begin:])
             timed = hypothesis.timed and hypothesis.timed[begin:end]
             self._open = provisional, hypothesis.timed and hypothesis.timed[end:]
         if last:
             self.ended = True
             self.release()
+        appeared_s = [at for _, at in self._appeared[: len(committed)]]
+        del self._appeared[: len(committed)]
         self._ready_s = max(self._ready_s, self.audio_s, ready())  # words come in order
         return Update(
             audio_s=self.audio_s,
@@ -303,7 +311,18 @@ class Stream:
             committed=committed,
             provisional=provisional,
             words=timed,
+            appeared_s=appeared_s,
         )
+
+    def _appear(self, words: Sequence[str]) -> None:
+        """Notes the open words of a hypothesis; those after a change appear now."""
+        keys = [bare(word) for word in words]
+        before = [key for key, _ in self._appeared]
+        same = len(
+            list(takewhile(lambda pair: pair[0] == pair[1], zip(keys, before, strict=False)))
+        )
+        new = [(key, self.audio_s) for key in keys[same:]]
+        self._appeared = [*self._appeared[:same], *new]
 
     def release(self) -> None:
         """Drops all audio and encoder states, at the end of the stream."""
@@ -321,7 +340,7 @@ class Stream:
         cut, count = self._cut(hypothesis, end)
         self._audio = self._audio[cut:].copy()
         self._draft = [
-            token
+            int(token) if cut else token  # without evidence it only drafts
             for (end_s, _), own in zip(hypothesis.ends, hypothesis.tokens, strict=True)
             if end_s * self.rate > cut
             for token in own
@@ -340,6 +359,7 @@ class Stream:
         timed: list[Word] = []
         evidence: list[float] = []
         ends, tokens = [], []
+        left = sum(len(segment.tokens) for segment in found.segments)
         for segment in found.segments:
             own = words_of(segment, found.language)
             words += own
@@ -350,9 +370,12 @@ class Stream:
             if self.policy.evidence == TIME:
                 evidence += [self.audio_s - word.end_s for word in timed[len(evidence) :]]
             elif self.policy.evidence is not None:
-                evidence += evidence_of(segment.tokens, own, self.transcriber.recognizer.text)
+                weighed = segment.tokens
+                if self.policy.evidence == LOGIT:
+                    weighed = [Token.weighed(int(token), left := left - 1) for token in weighed]
+                evidence += evidence_of(weighed, own, self.transcriber.recognizer.text)
             ends.append((segment.end_s, len(words)))
-            tokens.append([int(token) for token in segment.tokens])
+            tokens.append(list(segment.tokens))
         if self._commits.count:  # language detection is unreliable on the first seconds
             self._language = found.language
         once = first_round_end([bare(word) for word in words])
@@ -406,66 +429,3 @@ class Stream:
         # all words are committed: the audio after the last one holds no speech
         quiet = round(found.ends[-1][0] * self.rate) if found.ends else 0
         return min(max(least, length // 2, quiet), length), count
-
-
-def options_for(
-    transcriber: Transcriber, policy: CommitPolicy, longest_s: float
-) -> TranscribeOptions:
-    """Returns a transcriber's options, changed so that a stream can use them.
-
-    Args:
-        transcriber: The transcriber.
-        policy: Commit policy of the stream.
-        longest_s: Most seconds of audio in the buffer.
-
-    Raises:
-        OptionError: The length is out of range, or the model has no evidence for the policy.
-    """
-    ours, options = transcriber.recognizer, transcriber.options
-    timed = ours.capabilities.timestamps
-    least = 1 / transcriber.sampling_rate if timed else 2 * LEAST_WINDOW_S
-    if not least <= longest_s <= ours.window_s:
-        lower = "more than 0" if timed else f"{least:g} s or more"
-        raise OptionError(
-            f"longest_s={longest_s}; expected {lower} and at most a window of the model, "
-            f"{ours.window_s:g} s"
-        )
-    kind = policy.evidence
-    if kind not in (None, TIME) and transcriber.corrector is not None:
-        raise OptionError(
-            f"policy {policy.name} cannot be combined with correct: its numbers are those of the "
-            "recogniser's words, and correct changes them; use agreement"
-        )
-    try:
-        if kind == TIME and not options.word_timestamps:
-            options = replace(options, word_timestamps=True)
-            ours.refuse(options)
-        elif kind not in (None, TIME):
-            Evidence(ours).check(kind)
-    except OptionError as error:
-        raise OptionError(
-            f"policy {policy.name} needs what this model does not have: {error}; or choose another "
-            "policy, such as agreement"
-        ) from error
-    if timed:
-        return options
-    return replace(options, window_s=min(options.window_s or longest_s, longest_s / 2))
-
-
-def redrafting(transcriber: Transcriber) -> Decoder:
-    """Returns a decoder that drafts from `Source.draft` before the transcriber's own drafter.
-
-    It is the transcriber's decoder if the draft could change the text, or cannot be combined with
-    the drafter.
-    """
-    decoder = transcriber.decoder
-    able = transcriber.recognizer.capabilities.drafts and transcriber.options.beams == 1
-    if not able or decoder.accept != "auto" or isinstance(decoder.draft, Source):
-        return decoder
-    copying: Drafter = Source(least=2)
-    if not isinstance(decoder.draft, NoDraft):
-        try:
-            copying = FirstOf(copying, decoder.draft)
-        except IncompatibleError:
-            return decoder
-    return replace(decoder, draft=copying)

@@ -51,6 +51,8 @@ class CTCOptions:
         kernel: Width of a convolution in frames; an odd number.
         strides: Stride of each convolution. Their product is the number of encoder states per frame
             of logits.
+        heads: Attention heads of a Transformer layer before the convolutions; 0: no such layer.
+        feed_forward: Width of its feed-forward part.
         epochs: Number of epochs; the weights of the epoch with the fewest errors on held-out
             samples are kept.
         peak_rate: Highest learning rate (AdamW, cosine schedule).
@@ -63,6 +65,8 @@ class CTCOptions:
     inner: int = 288
     kernel: int = 5
     strides: tuple[int, ...] = (2, 1)
+    heads: int = 0
+    feed_forward: int = 512
     epochs: int = 15
     peak_rate: float = 2e-3
     batch: int = 16
@@ -71,11 +75,11 @@ class CTCOptions:
 
     def __post_init__(self) -> None:
         counts = (self.vocabulary, self.inner, self.epochs, self.batch, *self.strides)
-        if min(counts) < 1 or self.kernel % 2 == 0 or not self.strides:
+        if min(counts) < 1 or self.kernel % 2 == 0 or not (self.strides or self.heads):
             raise OptionError(
                 f"vocabulary={self.vocabulary}, inner={self.inner}, epochs={self.epochs}, "
                 f"batch={self.batch}, strides={self.strides}, kernel={self.kernel}; expected "
-                "numbers of at least 1, at least one stride and an odd kernel"
+                "numbers of at least 1, at least one stride or head, and an odd kernel"
             )
 
 
@@ -216,6 +220,8 @@ def train_head(
             "inner_size": options.inner,
             "kernel": options.kernel,
             "strides": list(options.strides),
+            "heads": options.heads,
+            "feed_forward": options.feed_forward,
             "subwords": len(speller.ids),
             "vocab_size": model.get_input_embeddings().num_embeddings,
         }

@@ -23,6 +23,20 @@ def run_recipe(name: str, work: Path, out: Path, minutes: float, base: str, devi
         return whisper_synth.run(whisper_synth.WhisperSynthOptions(minutes=minutes), work, out)
     if name == "whisper-synth-medusa":
         return whisper_synth.run_heads(base, work, out)
+    if name == "whisper-synth-ctc":
+        from mmdecode.train.zoo import whisper_synth_ctc
+
+        return whisper_synth_ctc.run(whisper_synth_ctc.HeadOptions(base=base), work, out)
+    if name in ("whisper-synth-320ms", "whisper-synth-960ms"):
+        from mmdecode.train.zoo import whisper_synth_stream
+
+        chunk = round(int(name[-5:-2]) / 40)
+        options = whisper_synth_stream.StreamOptions(base=base, chunk=chunk, minutes=minutes)
+        return whisper_synth_stream.run(options, work, out)
+    if name == "punctuation":
+        from mmdecode.train import punctuation
+
+        return punctuation.run(punctuation.PunctuationOptions(), out)
     if name == "aligner":
         from mmdecode.checkpoints import local_path
         from mmdecode.train import aligner

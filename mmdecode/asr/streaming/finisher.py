@@ -1,0 +1,217 @@
+"""`Finisher`: punctuation, capitals and disfluencies of committed words, with a fixed delay.
+
+The words of a stream are final when they are committed, but some recognisers write no marks, or
+write them only when the sentence is over. A finisher reads committed words and returns each of them
+once, with a mark and capitals, when ``delay`` further words are there, or at a pause or the end of
+the stream, when there is nothing to wait for. It never changes a word, nor what it returned.
+
+After a sentence that ended, earlier words are forgotten, as in the source.
+
+Source: Chen et al. 2020, arXiv:2003.01309 (CT-Transformer).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mmdecode.asr.alignment.words import is_marks
+from mmdecode.asr.results import Word
+from mmdecode.asr.streaming.stream import Update
+from mmdecode.errors import OptionError
+from mmdecode.models.punctuation import (
+    CASES,
+    CONTEXT,
+    DISFLUENCIES,
+    MARKS,
+    SENTENCE_ENDS,
+    PunctuationTagger,
+)
+
+TAGGER = "zoo:punctuation"
+"""Name of the tagger that ships."""
+
+
+@dataclass(frozen=True)
+class FinishedWord:
+    """A word with its mark and case.
+
+    Attributes:
+        text: The word with mark and capitals, and with the space before it.
+        word: The word as it was committed.
+        mark: The mark after it; empty: none.
+        disfluency: ``filler``, ``repair`` or empty.
+    """
+
+    text: str
+    word: str
+    mark: str = ""
+    disfluency: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishedUpdate(Update):
+    """An update whose committed words are finished.
+
+    Attributes:
+        disfluencies: ``filler``, ``repair`` or empty, for each committed word.
+    """
+
+    disfluencies: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the update as a JSON object."""
+        return super().as_dict() | {"disfluencies": self.disfluencies}
+
+
+class Finisher:
+    """Labels words as they come.
+
+    Args:
+        tagger: The tagger, or its name.
+        delay: Number of later words that a word waits for; ``None``: it waits for a pause or the
+            end.
+        fluent: Whether fillers and repairs are left out of `FinishedWord.text`.
+
+    The result depends on the words, and on where pauses were reported, but not on how the words are
+    divided into calls.
+
+    Raises:
+        OptionError: The delay is negative.
+        InputError: The tagger cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        tagger: PunctuationTagger | str | Path = TAGGER,
+        delay: int | None = 2,
+        fluent: bool = False,
+    ) -> None:
+        if delay is not None and delay < 0:
+            raise OptionError(f"delay={delay}; expected 0 or more words, or None")
+        if not isinstance(tagger, PunctuationTagger):
+            tagger = PunctuationTagger.from_pretrained(tagger)
+        self.tagger, self.delay, self.fluent = tagger, delay, fluent
+        self._words: list[str] = []  # of the sentence, as they were committed
+        self._done = 0  # how many of them were returned
+        self._unmarked = False  # whether the last one that was returned has no mark
+        self._timed: list[Word] = []  # of the words of updates that wait
+        self._appeared_s: list[float] = []
+
+    @property
+    def waiting(self) -> int:
+        """Number of words that wait for later ones."""
+        return len(self._words) - self._done
+
+    def push(self, words: Sequence[str], pause: bool = False) -> list[FinishedWord]:
+        """Adds committed words; returns those that are finished.
+
+        Args:
+            words: Words, each with the space before it; their marks and capitals are replaced.
+            pause: Whether the speaker paused after them, so that no word waits for later ones.
+        """
+        found: list[FinishedWord] = []
+        for word in words:
+            self._words.append(word)
+            if (
+                self.delay is not None and self.waiting > self.delay
+            ) or self.waiting >= CONTEXT // 2:
+                found.append(self._next())
+        while pause and self.waiting:
+            found.append(self._next())
+        return found
+
+    def update(self, update: Update, last: bool = False) -> FinishedUpdate:
+        """Returns an update of a stream with finished words; those that wait are provisional.
+
+        An update without any open word is taken for a pause.
+
+        Args:
+            update: The update.
+            last: Whether it is the last one of its stream.
+        """
+        self._timed += update.words or ()
+        self._appeared_s += update.appeared_s
+        pause = not update.committed and not update.provisional
+        found = self.push(update.committed, pause)
+        if last:
+            found += self.finish()
+        words = [one for one in found if one.word]
+        timed, self._timed = self._timed[: len(words)], self._timed[len(words) :]
+        appeared_s = self._appeared_s[: len(words)]
+        del self._appeared_s[: len(words)]
+        shown = vars(update) | {
+            "committed": [one.text for one in found],
+            "provisional": [*self._words[self._done :], *update.provisional],
+            "appeared_s": appeared_s,
+            "disfluencies": [one.disfluency for one in found],
+        }
+        if update.words is not None:
+            pairs = zip(timed, words, strict=True)
+            shown["words"] = [replace(word, text=one.text) for word, one in pairs]
+        return FinishedUpdate(**shown)
+
+    def finish(self) -> list[FinishedWord]:
+        """Returns the words that were waiting; the last one ends a sentence.
+
+        If no word was waiting, and the last one has no mark, the result is a full stop alone.
+        """
+        found: list[FinishedWord] = []
+        while self.waiting:
+            found.append(self._next(ends=self.waiting == 1))
+        if self._unmarked and not found:  # the last word has been returned already
+            found.append(FinishedWord(".", "", "."))
+        return found
+
+    def _next(self, ends: bool = False) -> FinishedWord:
+        """Labels the next word, from the words that are there.
+
+        Args:
+            ends: Whether it ends a sentence in any case.
+        """
+        bare = [bare_word(word) for word in self._words]
+        logits, index = self.tagger.logits(bare, self.delay), self._done
+        marks = logits.marks[index]
+        if ends:
+            marks = marks.masked_fill(
+                torch.tensor([m not in SENTENCE_ENDS for m in MARKS]), -math.inf
+            )
+        mark = int(marks.argmax())
+        case, disfluency = (
+            int(logits.cases[index].argmax()),
+            int(logits.disfluencies[index].argmax()),
+        )
+        self._done += 1
+        found = self._written(index, MARKS[mark], CASES[case], DISFLUENCIES[disfluency])
+        self._unmarked = bool(found.text) and not found.mark
+        if found.mark in SENTENCE_ENDS:
+            self._words, self._done = self._words[self._done :], 0
+        elif len(self._words) >= CONTEXT - 1:  # a sentence without end
+            drop = min(self._done, CONTEXT // 2)
+            self._words, self._done = self._words[drop:], self._done - drop
+        return found
+
+    def _written(self, index: int, mark: str, case: str, disfluency: str) -> FinishedWord:
+        word = self._words[index]
+        space, bare = word[: len(word) - len(word.lstrip())], bare_word(word)
+        if not bare:  # a mark alone
+            return FinishedWord("", word)
+        shown = {"lower": bare.lower(), "first": bare[:1].upper() + bare[1:].lower()}
+        text = space + shown.get(case, bare.upper()) + mark
+        hidden = self.fluent and disfluency
+        return FinishedWord("" if hidden else text, word, mark, disfluency)
+
+
+def bare_word(word: str) -> str:
+    """Returns a word without the marks at its ends and without spaces."""
+    word = word.strip()
+    while word and is_marks(word[-1]):
+        word = word[:-1]
+    while word and is_marks(word[0]):
+        word = word[1:]
+    return word

@@ -1,0 +1,147 @@
+"""A finisher: words unchanged, labels with a fixed delay, the same for any calls."""
+
+import random
+
+import pytest
+import torch
+
+from mmdecode.asr.streaming.finisher import Finisher, bare_word
+from mmdecode.errors import OptionError
+from mmdecode.models import punctuation
+from mmdecode.models.punctuation import CONTEXT, MARKS, PunctuationTagger, seen
+
+DELAYS = (0, 1, 2, 5, None)
+
+
+@pytest.fixture(scope="module")
+def tagger():
+    """Random weights, large enough that every label occurs."""
+    torch.manual_seed(0)
+    sizes = {"buckets": 128, "width": 16, "inner_size": 24, "heads": 2, "layers": 3}
+    made = PunctuationTagger(sizes).eval()
+    for weight in made.parameters():
+        torch.nn.init.normal_(weight, std=0.6)
+    with torch.no_grad():
+        made.output.bias.zero_()
+    return made
+
+
+def words(count, seed=0):
+    draw = random.Random(seed)
+    return [f" {''.join(draw.choices('abcdefgh', k=draw.randint(1, 6)))}" for _ in range(count)]
+
+
+def finished(tagger, given, sizes, delay):
+    made, found, at = Finisher(tagger, delay), [], 0
+    for size in [*sizes, len(given)]:
+        found += made.push(given[at : at + size])
+        at += size
+    return [*found, *made.finish()]
+
+
+@pytest.mark.parametrize("delay", DELAYS)
+def test_labels_do_not_depend_on_how_words_are_divided(tagger, delay):
+    given = words(70)
+    expected = finished(tagger, given, [], delay)
+    assert [one.word for one in expected] == given
+    draw = random.Random(1)
+    for most in (1, 9):
+        sizes = [draw.randint(0, most) for _ in range(25)]
+        assert finished(tagger, given, sizes, delay) == expected
+    assert len({(one.mark, one.disfluency, one.text[1:2].isupper()) for one in expected}) > 1
+
+
+@pytest.mark.parametrize("delay", [0, 1, 2, 5])
+def test_a_word_waits_for_as_many_words_and_depends_on_no_later_one(tagger, delay):
+    given, other = words(60), words(60, 1)
+    made = Finisher(tagger, delay)
+    for count, word in enumerate(given, 1):
+        found = made.push([word])
+        assert len(found) == (count > delay)
+        assert made.waiting <= delay
+    for cut in (10, 25, 40):
+        mixed = given[: cut + delay] + other[cut + delay :]
+        first, second = (finished(tagger, one, [], delay)[:cut] for one in (given, mixed))
+        assert first == second
+    logits = [tagger.logits([bare_word(w) for w in given[:n]], delay) for n in (20 + delay, 40)]
+    assert torch.allclose(logits[0].marks[:20], logits[1].marks[:20], atol=1e-5)
+
+
+def test_a_layer_that_reads_further_is_found(tagger, monkeypatch):
+    given, delay = words(60), 2
+    plain = punctuation.seen
+    monkeypatch.setattr(
+        punctuation, "seen", lambda count, ahead: plain(count, None if ahead is None else ahead + 1)
+    )
+    logits = [tagger.logits([bare_word(w) for w in given[:n]], delay) for n in (20 + delay, 40)]
+    assert not torch.allclose(logits[0].marks[:20], logits[1].marks[:20], atol=1e-5)
+
+
+def test_the_limits_of_the_layers_add_up_to_the_delay(tagger):
+    assert [tagger.shares(delay) for delay in (0, 1, 5, 7)] == [
+        [0] * 3,
+        [1, 0, 0],
+        [2, 2, 1],
+        [3, 2, 2],
+    ]
+    assert tagger.shares(None) == [None] * 3
+    assert seen(4, 1).tolist() == [[i <= j + 1 for i in range(4)] for j in range(4)]
+
+
+def test_no_limit_is_full_attention(tagger):
+    given = [bare_word(word) for word in words(30)]
+    every, far = tagger.logits(given, None), tagger.logits(given, 90)
+    assert torch.allclose(every.marks, far.marks, atol=1e-5)
+
+
+def test_a_pause_ends_the_wait_and_the_end_ends_the_sentence(tagger):
+    given = words(5)
+    made = Finisher(tagger, 3)
+    assert len(made.push(given)) == 2
+    assert len(made.push([], pause=True)) == 3
+    assert made.finish() == []
+    for delay in DELAYS:
+        made = Finisher(tagger, delay)
+        found = [*made.push(given), *made.finish()]
+        text = "".join(one.text for one in found)
+        assert text[-1] in ".?" or (delay == 0 and text[-1] == ",")
+
+
+def test_memory_is_bounded_without_ends_of_sentences(tagger):
+    made, count = Finisher(tagger, None), 0
+    with torch.no_grad():
+        bias = tagger.output.bias.clone()
+        tagger.output.bias[: len(MARKS)] = torch.tensor([50.0, 0.0, 0.0, 0.0])
+    try:
+        for word in words(140):
+            count += len(made.push([word]))
+            assert made.waiting <= CONTEXT
+            assert len(made._words) < CONTEXT
+    finally:
+        with torch.no_grad():
+            tagger.output.bias.copy_(bias)
+    assert count > 100
+
+
+def test_words_keep_their_characters(tagger):
+    given = [" Don't", " stop,", " (now)", " 3.5", " naïve?", " «", " U.S."]
+    found = finished(tagger, given, [], 2)
+    for one in found:
+        assert bare_word(one.text).casefold() == bare_word(one.word).casefold()
+    assert [one.word for one in found] == given
+
+
+def test_fluent_text_leaves_out_fillers(tagger):
+    given = words(80)
+    plain = finished(tagger, given, [], 2)
+    made = Finisher(tagger, 2, fluent=True)
+    fluent = [*made.push(given), *made.finish()]
+    assert [one.disfluency for one in fluent] == [one.disfluency for one in plain]
+    for one, other in zip(fluent, plain, strict=True):
+        assert one.text == ("" if other.disfluency else other.text)
+    assert any(one.disfluency for one in plain)
+
+
+def test_bad_options(tagger):
+    with pytest.raises(OptionError, match="delay=-1; expected 0 or more words"):
+        Finisher(tagger, -1)

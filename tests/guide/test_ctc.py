@@ -1,0 +1,186 @@
+"""CTC prefix scores against enumeration, and the guide that adds them."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from mmdecode.accept.rejection import Rejection
+from mmdecode.decoder import Decoder
+from mmdecode.draft.ctc import CTC
+from mmdecode.errors import IncompatibleError, OptionError
+from mmdecode.guide import ctc as ours
+from mmdecode.guide.ctc import CTCScore, PrefixScorer
+from tests.draft.test_ctc import random_head
+from tests.support import tiny
+
+FRAMES, LABELS = 5, 2
+
+
+def collapsed(path):
+    return tuple(label for label, _ in itertools.groupby(path) if label)
+
+
+def frame_probabilities(seed, frames=FRAMES, labels=LABELS):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(1, frames, labels + 1, generator=generator, dtype=torch.double).log_softmax(
+        -1
+    )
+
+
+def enumerated(log_probs):
+    """Probability of each text: the sum over all paths that collapse to it."""
+    found = {}
+    for path in itertools.product(range(log_probs.shape[2]), repeat=log_probs.shape[1]):
+        chance = math.exp(sum(float(log_probs[0, t, label]) for t, label in enumerate(path)))
+        found[collapsed(path)] = found.get(collapsed(path), 0.0) + chance
+    return found
+
+
+def prefixes_of(scorer, longest, labels=LABELS):
+    """Every text of up to ``longest`` labels with its scores."""
+    waiting = [((), scorer.empty())]
+    while waiting:
+        text, found = waiting.pop()
+        yield text, found
+        if len(text) < longest:
+            for label in range(1, labels + 1):
+                waiting.append(((*text, label), scorer.extended(found, torch.tensor([[label]]))))
+
+
+def assert_enumerated(seed):
+    log_probs = frame_probabilities(seed)
+    texts, scorer = enumerated(log_probs), PrefixScorer(log_probs)
+    count = 0
+    for text, found in prefixes_of(scorer, 4):
+        begins = sum(chance for own, chance in texts.items() if own[: len(text)] == text)
+        assert found.score.exp().item() == pytest.approx(begins, abs=1e-9), text
+        assert found.ends.exp().item() == pytest.approx(texts.get(text, 0.0), abs=1e-9), text
+        every = torch.arange(1, LABELS + 1)[None, None]
+        after = scorer.scores(found, every).exp()[0, 0]
+        # the next label or the end: a distribution
+        assert float(after.sum() + found.ends.exp()) == pytest.approx(begins, abs=1e-9)
+        count += 1
+    return count
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_scores_are_those_of_all_paths(seed):
+    assert assert_enumerated(seed) == 31
+
+
+def without_repeats(self, prefixes, labels):
+    return torch.logaddexp(prefixes.label, prefixes.blank)[..., :-1]
+
+
+MISTAKES = {
+    "a repeated label needs no blank": ("_before", without_repeats),
+    "frame 0 counts twice": (
+        "_before",
+        lambda self, p, labels: torch.logaddexp(p.label, p.blank)[..., 1:],
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_the_recursion_is_found(mistake, monkeypatch):
+    monkeypatch.setattr(PrefixScorer, *MISTAKES[mistake])
+    with pytest.raises(AssertionError):
+        assert_enumerated(0)
+
+
+def test_certain_blanks_after_the_audio_change_nothing():
+    log_probs = frame_probabilities(1)
+    more = torch.full((1, 4, LABELS + 1), -math.inf, dtype=torch.double)
+    more[..., 0] = 0.0
+    longer = PrefixScorer(torch.cat([log_probs, more], 1))
+    scorer = PrefixScorer(log_probs)
+    for (_, one), (_, two) in zip(prefixes_of(scorer, 3), prefixes_of(longer, 3), strict=True):
+        assert float(one.score - two.score) == pytest.approx(0, abs=1e-9)
+        assert float(one.ends - two.ends) == pytest.approx(0, abs=1e-6)
+
+
+def test_long_recordings_do_not_underflow():
+    """1500 frames, 50 labels, against a loop over frames."""
+    log_probs = frame_probabilities(2, 1500, 50)
+    scorer = PrefixScorer(log_probs)
+    found, text = scorer.empty(), [3, 3, 7, 1] * 12
+    label, blank = torch.full((1501,), -math.inf), torch.zeros(1501)
+    label, blank = label.double(), blank.double()
+    blank[1:] = log_probs[0, :, 0].cumsum(0)
+    last = None
+    for one in text:
+        found = scorer.extended(found, torch.tensor([[one]]))
+        before = blank if one == last else torch.logaddexp(label, blank)
+        new_label, new_blank = torch.full_like(label, -math.inf), torch.full_like(blank, -math.inf)
+        score = torch.tensor(-math.inf).double()
+        for t in range(1, 1501):
+            own = log_probs[0, t - 1]
+            new_label[t] = torch.logaddexp(new_label[t - 1], before[t - 1]) + own[one]
+            new_blank[t] = torch.logaddexp(new_label[t - 1], new_blank[t - 1]) + own[0]
+            score = torch.logaddexp(score, before[t - 1] + own[one])
+        label, blank, last = new_label, new_blank, one
+    assert found.score.item() == pytest.approx(float(score), rel=1e-9)
+    assert found.ends.item() == pytest.approx(
+        float(torch.logaddexp(label[-1], blank[-1])), rel=1e-9
+    )
+
+
+# ---- the guide
+
+
+def guided(draft=None, weight=0.4, batch=3, head=None, **options):
+    guide = CTCScore(head or random_head(), weight, **options)
+    return tiny.ours(Decoder(draft, guide=guide), "whisper", batch=batch)
+
+
+def test_weight_zero_changes_nothing():
+    assert torch.equal(guided(weight=0.0), tiny.plain("whisper"))
+
+
+def test_it_changes_the_text():
+    assert not torch.equal(guided(), tiny.plain("whisper"))
+
+
+@pytest.mark.parametrize("draft", ["lookup", "medusa-less", "ctc"])
+def test_ids_are_the_same_with_any_draft(draft):
+    made = {"lookup": "lookup", "ctc": CTC(random_head()), "medusa-less": "lookahead"}[draft]
+    assert torch.equal(guided(made), guided())
+
+
+def test_rows_do_not_depend_on_their_batch():
+    every = guided(batch=3)
+    assert torch.equal(guided(batch=2), every[:2])
+
+
+def test_remembered_scores_are_those_of_the_text(monkeypatch):
+    """The scores of the committed text are computed anew in every round."""
+    expected = guided("lookup")
+    plain = CTCScore._committed
+
+    def forgets(self, constants, call):
+        constants.ids, constants.prefixes = constants.ids[:, :0], constants.scorer.empty()
+        return plain(self, constants, call)
+
+    monkeypatch.setattr(CTCScore, "_committed", forgets)
+    assert torch.equal(guided("lookup"), expected)
+
+
+def test_weight_one_follows_the_head_alone():
+    """With the whole weight and all labels, labels are chosen by the prefix score."""
+    head = random_head()
+    found = guided(weight=1.0, head=head, candidates=0, batch=1)
+    other = guided(weight=1.0, head=random_head(1), candidates=0, batch=1)
+    assert not torch.equal(found, other)
+
+
+def test_what_cannot_be_is_refused():
+    with pytest.raises(OptionError, match="expected a weight from 0 to 1"):
+        CTCScore(random_head(), 1.5)
+    with pytest.raises(OptionError, match="guide 'ctc' needs head"):
+        CTCScore.from_options(model_id="zoo:llava-scenes")
+    with pytest.raises(IncompatibleError, match="encoder states of width"):
+        guided(head=random_head(width=7))
+    assert ours.NEVER < -1e3
+    assert Rejection is not None
