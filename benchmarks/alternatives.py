@@ -10,7 +10,6 @@ shipped clips that fit into one window, beside the model's own decoder and its C
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 from ctc import HEAD, head_texts, score, with_interval
-from pages import parsed, table, warn_if_busy, write_page, write_result
+from pages import publish, table, warn_if_busy, write_result
 from streaming import MODEL, RATE, Speech
 from torch import Tensor, nn
 
@@ -30,13 +29,11 @@ from mmdecode.evaluation.speed.stopwatch import load, machine
 from mmdecode.models.ctc_head import CTCHead
 from mmdecode.models.mask_ctc import MaskedDecoder, aligned_cross_entropy, confidences, filled
 from mmdecode.models.segmental import Recorded, SegmentalDecoder, search
-from mmdecode.runs.console import only_our_output
 from mmdecode.train.loop import progress
 from mmdecode.train.speech_windows import WINDOW_S, synthesise_corpus
 from mmdecode.train.zoo.whisper_synth_stream import PrefixWindows, align_corpus
 from mmdecode.zoo.speech import speech_test
 
-HERE = Path(__file__).parent
 FRAME_S = 0.04
 
 
@@ -266,16 +263,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=40.0, help="training of each")
     parser.add_argument("--examples", type=int, default=6000)
     parser.add_argument("--utterances", type=int, default=12_000, help="sentences of the corpus")
-    parser.add_argument("--out", type=Path, default=HERE / "results")
-    parser.add_argument("--page", type=Path, help="write tables into this page")
-    parser.add_argument("--result", type=Path, help="show this earlier result, measure nothing")
-    arguments = parsed(parser)
-    only_our_output()
-    path = arguments.result or run(arguments)
-    shown = tables(json.loads(path.read_text()), path.name)
-    print(f"\n{shown}\n\nwritten: {path}")
-    if arguments.page:
-        write_page(arguments.page, shown)
+    publish(parser, run, tables)
 
 
 if __name__ == "__main__":

@@ -16,16 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pages import parsed, table, warn_if_busy, write_page, write_result
+from pages import publish, table, warn_if_busy, write_result
 from streaming import MODEL, RATE, cost, held_out, offline, pooled, timed
 from streaming_tables import LATENCY, latencies, percent, seconds
 
 from mmdecode.asr import Transcriber
 from mmdecode.errors import run_script
 from mmdecode.evaluation.speed.stopwatch import load, machine
-from mmdecode.runs.console import only_our_output
 
-HERE = Path(__file__).parent
 CAUSAL = {"zoo:whisper-synth-320ms": 0.32, "zoo:whisper-synth-960ms": 0.96}
 """Models with the seconds of their blocks, which are those of a step."""
 UNCUT = ["agreement:n=2", "agreement:n=3", "hold:n=3", "alignatt:s=1.2"]
@@ -127,16 +125,7 @@ def main() -> None:
     parser.add_argument("--few", type=int, default=14, help="clips of the costs")
     parser.add_argument("--models", nargs="+", default=[*CAUSAL], choices=[*CAUSAL])
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=HERE / "results")
-    parser.add_argument("--page", type=Path, help="write tables into this page")
-    parser.add_argument("--result", type=Path, help="show this earlier result, measure nothing")
-    arguments = parsed(parser)
-    only_our_output()
-    path = arguments.result or run(arguments)
-    shown = tables(json.loads(path.read_text()), path.name)
-    print(f"\n{shown}\n\nwritten: {path}")
-    if arguments.page:
-        write_page(arguments.page, shown)
+    publish(parser, run, tables)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from pages import parsed, table, warn_if_busy, write_page, write_result
+from pages import publish, table, warn_if_busy, write_result
 from streaming import MODEL, RATE, Speech, held_out
 from streaming_tables import percent
 
@@ -35,12 +35,10 @@ from mmdecode.evaluation.speech.wer import wer
 from mmdecode.evaluation.speed.stopwatch import load, machine
 from mmdecode.guide.ctc import CTCScore
 from mmdecode.models.ctc_head import CTCHead
-from mmdecode.runs.console import only_our_output
 from mmdecode.zoo import grammar, synthesis
 from mmdecode.zoo.real_clips import real_clips
 from mmdecode.zoo.speech import speech_test
 
-HERE = Path(__file__).parent
 HEAD = f"{MODEL}-ctc"
 PARTS = ["head", "draft", "guide", "cuts"]
 WEIGHTS = [0.0, 0.1, 0.2, 0.3, 0.5]
@@ -65,13 +63,11 @@ def sets() -> dict[str, list[Speech]]:
 def head_texts(transcriber: Transcriber, head: CTCHead, speech: list[Speech]) -> list[str]:
     """Greedy texts of the head, window by window."""
     ours, found = transcriber.recognizer, []
-    embeddings = ours.model.get_input_embeddings()(head.ids)
     size = round(ours.window_s * RATE)
     for one in speech:
         waves = [one.wave[at : at + size] for at in range(0, len(one.wave), size)]
         states = ours.encode(ours.features(waves), [len(wave) / RATE for wave in waves]).states
-        lengths = torch.full((len(waves),), states.shape[1])
-        rows = head.greedy(states, lengths, embeddings)
+        rows = head.greedy(*head.arguments(states, None, ours.model.get_input_embeddings()))
         found.append(" ".join(ours.tokenizer.decode(row) for row in rows))
     return found
 
@@ -304,16 +300,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3600.0, help="length of the recording")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure")
     parser.add_argument("--onto", type=Path, help="earlier result, whose other parts stay")
-    parser.add_argument("--out", type=Path, default=HERE / "results")
-    parser.add_argument("--page", type=Path, help="write tables into this page")
-    parser.add_argument("--result", type=Path, help="show this earlier result, measure nothing")
-    arguments = parsed(parser)
-    only_our_output()
-    path = arguments.result or run(arguments)
-    shown = tables(json.loads(path.read_text()), path.name)
-    print(f"\n{shown}\n\nwritten: {path}")
-    if arguments.page:
-        write_page(arguments.page, shown)
+    publish(parser, run, tables)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mmdecode.errors import OptionError
+from mmdecode.runs.console import only_our_output
 from mmdecode.runs.files import (
     marked_json,
     overwriting,
@@ -17,6 +19,8 @@ from mmdecode.runs.files import (
     write_file,
 )
 
+RESULTS = Path(__file__).parent / "results"
+"""Folder of result files."""
 SECTION = "tables"
 """Name of the marks around a page's main tables."""
 
@@ -66,6 +70,30 @@ def parsed(parser: argparse.ArgumentParser, page: str = SECTION) -> argparse.Nam
     except OptionError as error:
         parser.error(str(error))
     return arguments
+
+
+def publish(
+    parser: argparse.ArgumentParser,
+    run: Callable[[argparse.Namespace], Path],
+    tables: Callable[[Mapping[str, Any], str], str],
+) -> None:
+    """Runs a benchmark, or takes an earlier result; prints its tables, and writes its page.
+
+    Args:
+        parser: Parser with the benchmark's own options; those of output are added.
+        run: Function that measures, and returns the result file.
+        tables: Function that makes the tables of a result, given the name of its file.
+    """
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--page", type=Path, help="write tables into this page")
+    parser.add_argument("--result", type=Path, help="show this earlier result, measure nothing")
+    arguments = parsed(parser)
+    only_our_output()
+    path = arguments.result or run(arguments)
+    text = tables(json.loads(path.read_text()), path.name)
+    print(f"\n{text}\n\nwritten: {path}")
+    if arguments.page:
+        write_page(arguments.page, text)
 
 
 def warn_if_busy(facts: Mapping[str, Any]) -> None:

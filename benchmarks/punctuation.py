@@ -10,7 +10,6 @@ by one. The references of the real clips that have marks are one more row.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import time
 from collections import Counter
@@ -19,17 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pages import parsed, table, warn_if_busy, write_page, write_result
+from pages import publish, table, warn_if_busy, write_result
 
 from mmdecode.asr.streaming.finisher import TAGGER, Finisher
 from mmdecode.errors import run_script
 from mmdecode.evaluation.speed.stopwatch import load, machine
 from mmdecode.models.punctuation import CASES, DISFLUENCIES, MARKS, PunctuationTagger
-from mmdecode.runs.console import only_our_output
 from mmdecode.train.punctuation import Word, disfluent, grammar_paragraphs, handbook, labelled
 from mmdecode.zoo.real_clips import all_clips
 
-HERE = Path(__file__).parent
 DELAYS: tuple[int | None, ...] = (0, 2, 5, None)
 KINDS = {"marks": MARKS[1:], "case": CASES[1:], "disfluency": DISFLUENCIES[1:]}
 LEAST = 200
@@ -142,16 +139,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default=TAGGER, help="tagger")
     parser.add_argument("--limit", type=int, default=300, help="paragraphs of each kind")
-    parser.add_argument("--out", type=Path, default=HERE / "results")
-    parser.add_argument("--page", type=Path, help="write tables into this page")
-    parser.add_argument("--result", type=Path, help="show this earlier result, measure nothing")
-    arguments = parsed(parser)
-    only_our_output()
-    path = arguments.result or run(arguments)
-    shown = tables(json.loads(path.read_text()), path.name)
-    print(f"\n{shown}\n\nwritten: {path}")
-    if arguments.page:
-        write_page(arguments.page, shown)
+    publish(parser, run, tables)
 
 
 if __name__ == "__main__":

@@ -147,11 +147,11 @@ _BUILTIN = {
     },
     "recognizers": {
         "whisper": "mmdecode.asr.recognizers.whisper:WhisperRecognizer",
-        "causal_whisper": "mmdecode.asr.recognizers.causal_whisper:CausalWhisperRecognizer",
         "moonshine": "mmdecode.asr.recognizers.moonshine:MoonshineRecognizer",
         "moonshine_streaming": (
             "mmdecode.asr.recognizers.moonshine_streaming:MoonshineStreamingRecognizer"
         ),
+        "causal_whisper": "mmdecode.asr.recognizers.causal_whisper:CausalWhisperRecognizer",
         "generic": "mmdecode.asr.recognizers.generic:GenericRecognizer",
     },
     "checkpoints": {

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from transformers import AutoConfig
 
-import mmdecode.models.causal_whisper  # noqa: F401, registers its configuration
+import mmdecode.models.causal_whisper_config  # noqa: F401, registers it
 from mmdecode import registry
 from mmdecode.asr.audio.reading import Source, source_of
 from mmdecode.asr.decoding.job import Ended, Job

@@ -23,7 +23,6 @@ from mmdecode.engine.adapter import MAIN, Adapter
 from mmdecode.engine.call import Call
 from mmdecode.engine.capabilities import DrafterCapabilities
 from mmdecode.engine.contracts import BranchOutput, Drafter, DraftSession, Requirements
-from mmdecode.errors import IncompatibleError
 from mmdecode.models.ctc_head import CTCHead
 from mmdecode.models.placed import Placed
 
@@ -107,14 +106,7 @@ class CTC(Drafter):
             IncompatibleError: The model has no encoder whose states the head could read, or the
                 head was trained for another model.
         """
-        problem = self.head.misfit(adapter)
-        if problem is not None:
-            raise IncompatibleError.between(
-                "draft CTC",
-                adapter.name,
-                problem,
-                "use a recogniser with a head that was trained for it by 'mmdecode train ctc'",
-            )
+        self.head.refuse_misfit(adapter, "draft CTC")
         return Requirements()
 
     def texts(self, call: Call) -> list[list[int]]:
@@ -126,10 +118,7 @@ class CTC(Drafter):
         adapter, inputs = call.plan.adapter, branch_prompt(call, MAIN).inputs
         states, mask = inputs["source"], inputs.get("source_mask")
         head = self.placed.like(states)
-        lengths = states.new_full((len(states),), states.shape[1]).long()
-        if mask is not None:
-            lengths = mask.sum(1)
-        rows = head.greedy(states, lengths, adapter.embed(head.ids).to(states))
+        rows = head.greedy(*head.arguments(states, mask, adapter.embed))
         return [self.rewritten(row) for row in rows]
 
     def rewritten(self, ids: list[int]) -> list[int]:

@@ -38,7 +38,7 @@ from mmdecode.engine.adapter import MAIN, Adapter
 from mmdecode.engine.call import Call
 from mmdecode.engine.contracts import BranchOutput, Guide, Requirements
 from mmdecode.engine.proposal import Proposal
-from mmdecode.errors import IncompatibleError, OptionError
+from mmdecode.errors import OptionError
 from mmdecode.models.ctc_head import BLANK, CTCHead
 from mmdecode.models.placed import Placed
 
@@ -231,14 +231,7 @@ class CTCScore(Guide):
         Raises:
             IncompatibleError: The head does not fit the model.
         """
-        problem = self.head.misfit(adapter)
-        if problem is not None:
-            raise IncompatibleError.between(
-                "guide CTCScore",
-                adapter.name,
-                problem,
-                "use a recogniser with a head that was trained for it by 'mmdecode train ctc'",
-            )
+        self.head.refuse_misfit(adapter, "guide CTCScore")
         return Requirements()
 
     def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> Constants:
@@ -246,11 +239,8 @@ class CTCScore(Guide):
         adapter = call.plan.adapter
         inputs = adapter.prompt(call, MAIN).inputs
         states, mask = inputs["source"], inputs.get("source_mask")
-        lengths = states.new_full((len(states),), states.shape[1]).long()
         head = self._placed.like(states)
-        embeddings = adapter.embed(head.ids).to(states)
-        lengths = lengths if mask is None else mask.sum(1)
-        scorer = PrefixScorer(head.log_probs(states, lengths, embeddings))
+        scorer = PrefixScorer(head.log_probs(*head.arguments(states, mask, adapter.embed)))
         size = prefill["main"].logits.shape[-1]
         ids = self.head.ids.to(call.device)
         index = ids.new_zeros(size)

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.nn.functional import gelu, pad, scaled_dot_product_attention
-from transformers import AutoConfig, AutoModelForSpeechSeq2Seq, WhisperConfig
+from transformers import AutoModelForSpeechSeq2Seq
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.whisper.modeling_whisper import (
     WhisperAttention,
@@ -41,27 +41,12 @@ from transformers.models.whisper.modeling_whisper import (
 )
 
 from mmdecode.errors import InputError, ShapeError
+from mmdecode.models.causal_whisper_config import CausalWhisperConfig
 from mmdecode.models.incremental import IncrementalConvolution
 from mmdecode.weights import fill, read_tensors
 
 if TYPE_CHECKING:
     from mmdecode.asr.recognizers.whisper_features import Mel
-
-
-class CausalWhisperConfig(WhisperConfig):
-    """Shape of a Whisper with the blocks of its encoder.
-
-    Attributes:
-        chunk: Number of encoder states of a block.
-        extra: Number of blocks that are read together with the first one.
-        base: Name of the Whisper whose weights a LoRA adapter changes; ``None``: the checkpoint has
-            all weights.
-    """
-
-    model_type = "causal_whisper"
-    chunk: int = 15
-    extra: int = 0
-    base: str | None = None
 
 
 def block_mask(frames: int, chunk: int, extra: int = 0) -> Tensor:
@@ -202,6 +187,24 @@ class CausalWhisperForConditionalGeneration(WhisperForConditionalGeneration):
             layer.encoder_attn.__class__ = MaskedAttention
 
 
+def causal_form(model: Any, **own: Any) -> CausalWhisperForConditionalGeneration:
+    """Returns a causal Whisper with the weights of a Whisper.
+
+    Args:
+        model: The ``WhisperForConditionalGeneration``.
+        **own: Fields of `CausalWhisperConfig` that a Whisper does not have.
+    """
+    shape = {key: value for key, value in model.config.to_dict().items() if key != "model_type"}
+    found = CausalWhisperForConditionalGeneration(CausalWhisperConfig(**shape | own))
+    found.load_state_dict(model.state_dict())
+    found.generation_config = model.generation_config
+    return found
+
+
+Past = tuple[Tensor, Tensor]
+"""Keys and values of earlier states in a layer, ``(1, heads, S, D)`` each."""
+
+
 class IncrementalEncoder:
     """Encodes the samples of one window, in parts of any size, every block once.
 
@@ -239,16 +242,10 @@ class IncrementalEncoder:
     def feed(self, samples: Tensor) -> Tensor:
         """Adds samples ``(T,)``; returns the states that became final, ``(S, H)``, often none."""
         self._samples += len(samples)
-        self._inputs = torch.cat([self._inputs, self._embedded(samples, last=False)])
-        config, found = self._encoder.config, [self._inputs[:0]]
-        while True:
-            size = config.chunk if self.done else config.chunk * (config.extra + 1)
-            if len(self._inputs) < size:
-                return torch.cat(found)
-            states, self._past = self._encoded(self._inputs[:size])
-            self._inputs = self._inputs[size:].clone()
-            self.done += size
-            found.append(states)
+        inputs = torch.cat([self._inputs, self._embedded(samples, last=False)])
+        states, inputs, self._past = self._blocks(inputs, last=False)
+        self._inputs, self.done = inputs.clone(), self.done + len(states)
+        return states
 
     @torch.no_grad()
     def provisional(self) -> Tensor:
@@ -257,7 +254,28 @@ class IncrementalEncoder:
         count = -(-self._samples // (2 * mel.hop))
         silence = torch.zeros(max(0, 2 * count * mel.hop + mel.size // 2 - self._samples))
         inputs = torch.cat([self._inputs, self._embedded(silence, last=True)])
-        return self._encoded(inputs[: count - self.done])[0]
+        return self._blocks(inputs[: count - self.done], last=True)[0]
+
+    def _blocks(self, inputs: Tensor, last: bool) -> tuple[Tensor, Tensor, list[Past]]:
+        """Runs the layers over blocks of the next inputs ``(S, H)``; keeps nothing.
+
+        Args:
+            inputs: Inputs of the first layer, from the first that is not final on.
+            last: Whether also a block that is not complete is computed.
+
+        Returns:
+            The blocks' states; the inputs after them; and keys and values of each layer.
+        """
+        config, done, past = self._encoder.config, self.done, self._past
+        found = [inputs[:0]]
+        while len(inputs):
+            size = config.chunk if done else config.chunk * (config.extra + 1)
+            if len(inputs) < size and not last:
+                break
+            states, past = self._encoded(inputs[:size], done, past)
+            inputs, done = inputs[size:], done + len(states)
+            found.append(states)
+        return torch.cat(found), inputs, past
 
     def _embedded(self, samples: Tensor, last: bool) -> Tensor:
         """Returns the inputs of the first layer that samples complete, without positions.
@@ -289,16 +307,19 @@ class IncrementalEncoder:
             return samples.new_zeros(len(mel.filters), 0)
         return mel.energies(samples[: (count - 1) * mel.hop + mel.size])
 
-    def _encoded(self, x: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Runs the layers over the next inputs ``(S, H)``.
+    def _encoded(self, x: Tensor, done: int, before: list[Past]) -> tuple[Tensor, list[Past]]:
+        """Runs the layers over the inputs ``(S, H)`` of one block.
+
+        Args:
+            x: The inputs.
+            done: Number of states before them.
+            before: Keys and values of these states, by layer.
 
         Returns:
             States ``(S, H)``; and keys and values of each layer, those of earlier states included.
         """
-        if not len(x):
-            return x, self._past
-        x, past = (x + positions(self._encoder, self.done, len(x)))[None], []
-        for layer, (keys, values) in zip(self._encoder.layers, self._past, strict=True):
+        x, past = (x + positions(self._encoder, done, len(x)))[None], list[Past]()
+        for layer, (keys, values) in zip(self._encoder.layers, before, strict=True):
             attend, normed = layer.self_attn, layer.self_attn_layer_norm(x)
             queries, new_keys, new_values = (
                 module(normed).unflatten(-1, (attend.num_heads, -1)).transpose(1, 2)
@@ -415,5 +436,4 @@ def from_published(file: str | Path) -> CausalWhisperForConditionalGeneration:
     return fill(model, merged(weights, lora, 1.0), file)
 
 
-AutoConfig.register(CausalWhisperConfig.model_type, CausalWhisperConfig)
 AutoModelForSpeechSeq2Seq.register(CausalWhisperConfig, CausalWhisperForConditionalGeneration)

@@ -10,7 +10,7 @@ Source: Graves et al. 2006 (connectionist temporal classification).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from mmdecode.checkpoints import local_path, paired
-from mmdecode.errors import InputError, OptionError
+from mmdecode.errors import IncompatibleError, InputError, OptionError
 from mmdecode.models.feature_drafter import SavedDrafter
 from mmdecode.weights import fill, read_weights
 
@@ -127,8 +127,42 @@ class CTCHead(SavedDrafter):
         ids = torch.cat([self.ids.new_full((1,), -1), self.ids])[best].masked_fill(~kept, -1)
         return [[token for token in row if token >= 0] for row in ids.tolist()]
 
-    def misfit(self, adapter: Any) -> str | None:
-        """Returns why the head cannot read the states of an adapter's model; ``None``: it can."""
+    def arguments(
+        self, states: Tensor, mask: Tensor | None, embed: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the arguments of `forward` for encoder states.
+
+        Args:
+            states: Encoder states ``(B, S, H)``.
+            mask: True at states that are not padding, ``(B, S)``; ``None``: none is.
+            embed: Function that embeds tokens of the model.
+        """
+        if mask is None:
+            lengths = states.new_full((len(states),), states.shape[1]).long()
+        else:
+            lengths = mask.sum(1)
+        return states, lengths, embed(self.ids).to(states)
+
+    def refuse_misfit(self, adapter: Any, user: str) -> None:
+        """Checks that the head can read the states of an adapter's model.
+
+        Args:
+            adapter: Adapter of the model.
+            user: Name of the part that uses the head, for the error.
+
+        Raises:
+            IncompatibleError: The model has no encoder, or the head was trained for another model.
+        """
+        problem = self._misfit(adapter)
+        if problem is not None:
+            raise IncompatibleError.between(
+                user,
+                adapter.name,
+                problem,
+                "use a recogniser with a head that was trained for it by 'mmdecode train ctc'",
+            )
+
+    def _misfit(self, adapter: Any) -> str | None:
         width = getattr(adapter, "source_width", None)
         if width is None:
             return "the head reads the states of an encoder, which this model lacks"

@@ -6,10 +6,10 @@ import copy
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
@@ -21,6 +21,7 @@ from mmdecode.runs.files import write_file, write_folder
 from mmdecode.train.distributed import Alone
 
 BITS = 1 / math.log(2)
+Batch = TypeVar("Batch")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +172,22 @@ def stalled(log: Sequence[dict[str, float]], patience: int) -> bool:
     """Returns whether none of the last ``patience`` evaluations improved the held-out loss."""
     values = [row["held_out"] for row in log]
     return bool(values) and len(values) - 1 - values.index(min(values)) >= patience
+
+
+def boxed(batches: Iterable[Batch], spent_s: float = 0.0) -> Iterator[tuple[Batch, float]]:
+    """Yields batches with the seconds of training so far, for trainings that end with time.
+
+    Args:
+        batches: The batches.
+        spent_s: Seconds of training before; time counts from the first batch on.
+    """
+    before: float | None = None
+    for batch in batches:
+        now = time.time()
+        if before is not None:
+            spent_s += min(now - before, 30.0)  # longer gaps are a suspended machine
+        before = now
+        yield batch, spent_s
 
 
 def write_state(path: Path, state: Any) -> None:

@@ -9,8 +9,9 @@ import soundfile
 import torch
 
 from mmdecode.asr import Failure, TranscribeOptions, Transcriber
+from mmdecode.asr.audio.blanks import Blanks
 from mmdecode.asr.audio.reading import source_of
-from mmdecode.asr.audio.vad import FRAME, RATE, Blanks, Silero, Stretch, Timeline
+from mmdecode.asr.audio.vad import FRAME, RATE, Silero, Stretch, Timeline
 from mmdecode.errors import MissingExtraError, OptionError
 from mmdecode.zoo.speech import speech_test
 

@@ -20,6 +20,7 @@ from mmdecode.models.causal_whisper import (
 )
 from mmdecode.zoo.speech import speech_test
 from tests.support.causal import BASE, causal_whisper, mel_of
+from tests.support.parts import fed
 
 KINDS = {"blocks of 8": (8, 0), "blocks of 5, three at first": (5, 2), "one block": (200, 0)}
 PER_STATE = 640
@@ -39,16 +40,8 @@ def one_pass(model, processor, samples):
     return model.get_encoder()(features[None]).last_hidden_state[0]
 
 
-def fed(model, processor, samples, sizes, looks=frozenset()):
-    """Final states of each part of these sizes, and the rest; ``looks``: where it also looks."""
-    made = IncrementalEncoder(model.get_encoder(), mel_of(model, processor))
-    found, at = [], 0
-    for index, size in enumerate([*sizes, len(samples)]):
-        found.append(made.feed(samples[at : at + size]))
-        at += size
-        if index in looks:
-            made.provisional()
-    return found, made.provisional()
+def encoder_of(model, processor):
+    return IncrementalEncoder(model.get_encoder(), mel_of(model, processor))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -64,9 +57,10 @@ def test_states_are_those_of_one_pass_for_any_parts(kind):
     )
     @example(count=100_000, sizes=[1] * 205, looks={3, 85})
     @example(count=1, sizes=[], looks=set())
+    @example(count=8 * PER_STATE + 100, sizes=[], looks=set())  # a whole block is not final
     @example(count=5 * 640 + RIGHT, sizes=[100, 100, 1], looks={0, 1, 2})
     def same(count, sizes, looks):
-        final, rest = fed(*parts, speech(count), sizes, looks)
+        final, rest = fed(encoder_of(*parts), speech(count), sizes, looks)
         found, expected = torch.cat([*final, rest]), one_pass(*parts, speech(count))
         assert found.shape == expected.shape
         assert (found - expected).abs().max() < 1e-5
@@ -100,7 +94,7 @@ def test_a_mistake_of_the_parts_is_found(mistake, monkeypatch):
     monkeypatch.setattr(ours, *MISTAKES[mistake])
     if mistake == "no silence after the audio":
         expected = one_pass(*parts, samples)
-    final, rest = fed(*parts, samples, [7000] * 6)
+    final, rest = fed(encoder_of(*parts), samples, [7000] * 6)
     assert (torch.cat([*final, rest]) - expected).abs().max() > 1e-4
 
 
@@ -123,7 +117,7 @@ def test_later_audio_changes_no_block_that_is_complete(block):
 
 def test_a_block_is_final_when_its_audio_and_the_context_are_there():
     model, processor = causal_whisper(8)
-    made = IncrementalEncoder(model.get_encoder(), mel_of(model, processor))
+    made = encoder_of(model, processor)
     samples = speech()
     assert len(made.feed(samples[: 8 * PER_STATE + RIGHT - 1])) == 0
     assert len(made.feed(samples[8 * PER_STATE + RIGHT - 1 : 8 * PER_STATE + RIGHT])) == 8
@@ -148,7 +142,7 @@ def test_one_block_is_the_whole_encoder():
 
 def test_work_and_memory_of_a_part_do_not_grow():
     model, processor = causal_whisper(8)
-    made = IncrementalEncoder(model.get_encoder(), mel_of(model, processor))
+    made = encoder_of(model, processor)
     rows = []
     handle = (
         model.get_encoder()

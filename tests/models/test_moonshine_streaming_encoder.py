@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from mmdecode.models import moonshine_streaming_encoder as ours
 from mmdecode.models.moonshine_streaming_encoder import IncrementalEncoder
+from tests.support.parts import fed
 from tests.support.tiny_recognizers import moonshine_streaming
 
 PUBLISHED = [[16, 4], [16, 4], [16, 0], [16, 0], [16, 4], [16, 4]]
@@ -40,19 +41,8 @@ def one_pass(encoder, samples):
     return encoder(whole, attention_mask=mask).last_hidden_state[0]
 
 
-def fed(encoder, samples, sizes, looks=frozenset()):
-    """Final states of each block of these sizes, and the rest; ``looks``: where it also looks."""
-    made, found, at = IncrementalEncoder(encoder), [], 0
-    for index, size in enumerate([*sizes, len(samples)]):
-        found.append(made.feed(samples[at : at + size]))
-        at += size
-        if index in looks:
-            made.provisional()
-    return found, made.provisional()
-
-
 def assert_equal(encoder, samples, sizes, looks=frozenset()):
-    final, rest = fed(encoder, samples, sizes, looks)
+    final, rest = fed(IncrementalEncoder(encoder), samples, sizes, looks)
     found, expected = torch.cat([*final, rest]), one_pass(encoder, samples)
     assert found.shape == expected.shape
     if len(expected):
@@ -105,8 +95,8 @@ def test_what_comes_later_changes_no_final_state(kind, encoders):
         one, two = one_pass(encoder, samples), one_pass(encoder, other)
         first = int((one != two).any(-1).nonzero()[0])
         later.append(first - (-(-(at // 80) // 4) - ahead))
-        final = fed(encoder, samples[:at], [])[0]
-        again = fed(encoder, other, [at])[0]
+        final = fed(IncrementalEncoder(encoder), samples[:at], [])[0]
+        again = fed(IncrementalEncoder(encoder), other, [at])[0]
         assert torch.equal(torch.cat(final), torch.cat(again[:1]))
     assert min(later) == 0 and max(later) <= 1, "a change may be lost in rounding"
 
@@ -161,7 +151,7 @@ def test_a_long_block_is_encoded_in_parts(encoders):
 
 def test_half_precision_and_gradients(encoders):
     half = moonshine_streaming()[0].get_encoder().to(torch.bfloat16)
-    final, rest = fed(half, noise(8000), [3000])
+    final, rest = fed(IncrementalEncoder(half), noise(8000), [3000])
     found, expected = torch.cat([*final, rest]), one_pass(half, noise(8000).bfloat16())
     assert found.dtype == torch.bfloat16 and not found.requires_grad
     assert (found - expected).abs().max() < 0.2

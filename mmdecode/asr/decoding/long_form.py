@@ -37,7 +37,8 @@ from torch import Tensor
 from mmdecode.asr.alignment.cross_attention import Spoken, Timer
 from mmdecode.asr.alignment.evidence import Evidence
 from mmdecode.asr.alignment.words import Token, timed_words
-from mmdecode.asr.audio.vad import Timeline, detector_for
+from mmdecode.asr.audio.blanks import detector_for
+from mmdecode.asr.audio.vad import Timeline
 from mmdecode.asr.decoding import hallucinations
 from mmdecode.asr.decoding.chunks import join, join_windows
 from mmdecode.asr.decoding.fallback import Attempts, Result

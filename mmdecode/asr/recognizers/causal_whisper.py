@@ -19,14 +19,19 @@ from torch import Tensor
 from mmdecode.asr.alignment.ctc import FILE as ALIGNER
 from mmdecode.asr.audio.recording import Recording
 from mmdecode.asr.recognizers.contract import Encoded
-from mmdecode.asr.recognizers.encoder_cache import EncoderCache, StreamInputs, encode_cached
+from mmdecode.asr.recognizers.encoder_cache import (
+    EncoderCache,
+    StreamInputs,
+    cache_for,
+    encode_cached,
+)
 from mmdecode.asr.recognizers.whisper import WhisperRecognizer
 from mmdecode.checkpoints import code_trusted, local_path
 from mmdecode.errors import InputError
 from mmdecode.models.causal_whisper import (
-    CausalWhisperConfig,
     CausalWhisperForConditionalGeneration,
     IncrementalEncoder,
+    causal_form,
     merged,
     window_features,
 )
@@ -37,8 +42,6 @@ if TYPE_CHECKING:
 
 ADAPTER = "adapter_model.safetensors"
 """File of a LoRA adapter, in the layout of peft."""
-KEPT_WINDOWS = 2
-"""Audio whose encoder states a stream keeps, in windows."""
 
 
 class CausalWhisperRecognizer(WhisperRecognizer):
@@ -69,13 +72,10 @@ class CausalWhisperRecognizer(WhisperRecognizer):
         base = WhisperForConditionalGeneration.from_pretrained(
             folder, dtype=torch.float32, trust_remote_code=trust
         )
-        own = {"chunk": config.chunk, "extra": config.extra, "base": config.base}
-        shape = {k: v for k, v in base.config.to_dict().items() if k != "model_type"}
-        model = CausalWhisperForConditionalGeneration(CausalWhisperConfig(**shape | own))
+        model = causal_form(base, chunk=config.chunk, extra=config.extra, base=config.base)
         options = read_json(path, "adapter_config.json")
         scale = options.get("lora_alpha", 1) / options.get("r", 1)
         model.load_state_dict(merged(base.state_dict(), _adapter(path), scale))
-        model.generation_config = base.generation_config
         model.config.name_or_path = path
         return model.to(dtype), processor
 
@@ -123,8 +123,7 @@ class CausalWhisperRecognizer(WhisperRecognizer):
 
     def encoder_cache(self) -> EncoderCache:
         """Returns a cache for the windows of one stream, which encodes only new samples."""
-        most = round(KEPT_WINDOWS * self.window_s * self.rate)
-        return EncoderCache(lambda: IncrementalEncoder(self.encoder, self.mel), most)
+        return cache_for(self, lambda: IncrementalEncoder(self.encoder, self.mel))
 
 
 class FramedRecording(Recording):
@@ -164,6 +163,6 @@ def _adapter(path: str) -> dict[str, Tensor]:
     if found is None:
         raise InputError(
             f"{path} has no {ADAPTER}, though its config.json names a base; expected the adapter "
-            "that 'mmdecode train zoo whisper-synth-stream' writes"
+            "that 'mmdecode train zoo whisper-synth-320ms' writes"
         )
     return read_tensors(Path(found))

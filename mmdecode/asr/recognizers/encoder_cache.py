@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,14 @@ from torch import Tensor
 from mmdecode.asr.recognizers.contract import Encoded
 from mmdecode.engine.encoding import encode_unpadded, padded
 from mmdecode.engine.growing_source import GrowingSource
+
+if TYPE_CHECKING:
+    from mmdecode.asr.recognizers.base import Recognizer
+
+
+KEPT_WINDOWS = 2
+"""Audio whose encoder states a stream keeps, in longest windows: its buffer is at most one, but
+windows that were not cut at a pause overlap."""
 
 
 class Encoder(Protocol):
@@ -101,6 +109,16 @@ class EncoderCache:
         """Drops the windows that were not used for longest."""
         while len(self._entries) > 1 and self.kept > self._most:
             del self._entries[0]
+
+
+def cache_for(recognizer: Recognizer, make: Callable[[], Encoder]) -> EncoderCache:
+    """Returns a cache for the windows of one stream of a recogniser.
+
+    Args:
+        recognizer: The recogniser.
+        make: Function that returns an encoder for another window.
+    """
+    return EncoderCache(make, round(KEPT_WINDOWS * recognizer.window_s * recognizer.rate))
 
 
 class StreamInputs(dict[str, Tensor]):

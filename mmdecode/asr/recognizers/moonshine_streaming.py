@@ -19,7 +19,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmdecode.asr.recognizers.contract import Encoded
-from mmdecode.asr.recognizers.encoder_cache import EncoderCache, StreamInputs, encode_cached
+from mmdecode.asr.recognizers.encoder_cache import (
+    EncoderCache,
+    StreamInputs,
+    cache_for,
+    encode_cached,
+)
 from mmdecode.asr.recognizers.generic import SHORTEST_S
 from mmdecode.asr.recognizers.moonshine import MoonshineRecognizer
 from mmdecode.models.moonshine_streaming_encoder import IncrementalEncoder
@@ -27,10 +32,6 @@ from mmdecode.models.moonshine_streaming_encoder import IncrementalEncoder
 if TYPE_CHECKING:
     from mmdecode.asr.audio.recording import Recording
     from mmdecode.asr.options import TranscribeOptions
-
-KEPT_WINDOWS = 2
-"""Audio whose encoder states a stream keeps, in longest windows: its buffer is at most one, but
-windows that were not cut at a pause overlap."""
 
 
 class MoonshineStreamingRecognizer(MoonshineRecognizer):
@@ -71,8 +72,7 @@ class MoonshineStreamingRecognizer(MoonshineRecognizer):
     def encoder_cache(self) -> EncoderCache:
         """Returns a cache for the windows of one stream, which encodes only new samples."""
         encoder = self.model.get_encoder()
-        most = round(KEPT_WINDOWS * self.window_s * self.rate)
-        return EncoderCache(lambda: IncrementalEncoder(encoder), most)
+        return cache_for(self, lambda: IncrementalEncoder(encoder))
 
     def encode(self, windows: Sequence[Any], seconds: Sequence[float]) -> Encoded:
         """Encodes windows, those of streams by their caches; states always have a mask."""

@@ -39,7 +39,7 @@ from mmdecode.checkpoints import code_trusted, local_path
 from mmdecode.errors import MMDecodeError
 from mmdecode.runs.files import append_line, marked_json, open_append, write_file, write_folder
 from mmdecode.train.drafters import medusa, transcripts
-from mmdecode.train.loop import say_float32, write_state
+from mmdecode.train.loop import boxed, say_float32, write_state
 from mmdecode.train.speech_windows import (
     CTC_SYMBOLS,
     HOP,
@@ -270,15 +270,11 @@ def train(options: WhisperSynthOptions, work: Path, out: Path) -> None:
     )
     box = options.minutes * 60
     saved = time.time()
-    before: float | None = None  # time is counted from the first batch on
     seen = 0
     running = torch.zeros(2)
     model.train()
-    for batch in loader:
-        now = time.time()
-        if before is not None:
-            spent += min(now - before, 30.0)  # longer gaps are a suspended machine
-        before = now
+    for batch, elapsed in boxed(loader, spent):
+        spent = elapsed
         clock.fill_(spent / box)
         if spent >= box:
             break

@@ -1,4 +1,4 @@
-"""Recipe of ``zoo:whisper-synth-stream-*``: LoRA adapters that make ``zoo:whisper-synth`` causal.
+"""Recipe of ``whisper-synth-320ms`` and ``-960ms``: LoRA adapters that make a Whisper causal.
 
 Low-rank matrices on the projections of encoder self-attention, decoder self-attention and
 cross-attention are trained on prefixes of windows, with the block mask that decoding uses: the
@@ -35,12 +35,12 @@ from mmdecode.asr.alignment.ctc import LetterHead, LetterModel
 from mmdecode.asr.recognizers.whisper_features import Mel
 from mmdecode.checkpoints import code_trusted, local_path
 from mmdecode.models.causal_whisper import (
-    CausalWhisperConfig,
     CausalWhisperForConditionalGeneration,
+    causal_form,
     window_features,
 )
 from mmdecode.runs.files import append_line, open_append, write_arrays, write_file, write_folder
-from mmdecode.train.loop import say_float32, write_state
+from mmdecode.train.loop import boxed, say_float32, write_state
 from mmdecode.train.speech_windows import WINDOW_S, Windows, synthesise_corpus
 from mmdecode.train.zoo.whisper_synth import rate_at
 from mmdecode.zoo.synthesis import SAMPLING_RATE
@@ -253,12 +253,7 @@ def causal(base: str, chunk: int) -> CausalWhisperForConditionalGeneration:
     model = WhisperForConditionalGeneration.from_pretrained(
         local_path(base), dtype=torch.float32, trust_remote_code=code_trusted()
     )
-    shape = {key: value for key, value in model.config.to_dict().items() if key != "model_type"}
-    config = CausalWhisperConfig(**shape | {"chunk": chunk, "base": base})
-    found = CausalWhisperForConditionalGeneration(config)
-    found.load_state_dict(model.state_dict())
-    found.generation_config = model.generation_config
-    return found
+    return causal_form(model, chunk=chunk, base=base)
 
 
 def train(options: StreamOptions, work: Path, out: Path) -> None:
@@ -301,13 +296,10 @@ def train(options: StreamOptions, work: Path, out: Path) -> None:
         num_workers=1,
         prefetch_factor=4,
     )
-    box, saved, before, average = options.minutes * 60, time.time(), None, 0.0
+    box, saved, average = options.minutes * 60, time.time(), 0.0
     model.train()
-    for batch in loader:
-        now = time.time()
-        if before is not None:
-            spent += min(now - before, 30.0)  # longer gaps are a suspended machine
-        before = now
+    for batch, elapsed in boxed(loader, spent):
+        spent = elapsed
         if spent >= box:
             break
         for group in optimizer.param_groups:
@@ -325,9 +317,9 @@ def train(options: StreamOptions, work: Path, out: Path) -> None:
             row = {"step": step, "minutes": round(spent / 60, 2), "loss": round(average, 4)}
             with open_append(work / f"log-{options.chunk}.jsonl") as log:
                 append_line(log, json.dumps(row).encode() + b"\n")
-        if now - saved > 240:
+        if time.time() - saved > 240:
             save()
-            saved = now
+            saved = time.time()
     save()
 
 
