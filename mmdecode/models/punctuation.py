@@ -6,6 +6,7 @@ the sum of all ``d_l`` is the delay d, so that the labels of a word depend on no
 d. One model serves every delay: d is an argument, and varies in training.
 
 A word is read as its letter n-grams, hashed into a small table, so that no vocabulary is needed.
+Before the output, the state of a word learns whether the word is said again soon.
 
 Source: Chen et al. 2020, arXiv:2003.01309 (controllable time-delay Transformer): the limits per
 layer, and joint heads for punctuation and disfluency. Its numbers were not reproduced.
@@ -37,6 +38,8 @@ DISFLUENCIES = ("", "filler", "repair")
 SENTENCE_ENDS = frozenset((".", "?"))
 CONTEXT = 64
 """Most words that the tagger sees at once."""
+REPEATS = 3
+"""Number of later words that a word is compared with."""
 
 
 class Labels(NamedTuple):
@@ -66,6 +69,29 @@ def buckets_of(word: str, buckets: int) -> tuple[int, ...]:
     return tuple(sorted({zlib.crc32(part.encode()) % buckets for part in parts}))
 
 
+def said_again(words: Sequence[str], delay: int | None) -> list[list[bool]]:
+    """Returns, for each word, whether it and the one before it are the same as a later word.
+
+    The columns are the comparisons with the word 1 to `REPEATS` later, first those of the word
+    itself, then those of the word before it. Words later than the delay are not looked at.
+
+    Args:
+        words: Words of a text.
+        delay: Number of later words; ``None``: all.
+    """
+    folded = [word.casefold() for word in words]
+
+    def same(index: int, other: int, last: int) -> bool:
+        return 0 <= index < other <= last and folded[index] == folded[other]
+
+    found = []
+    for index in range(len(words)):
+        last = len(words) - 1 if delay is None else min(index + delay, len(words) - 1)
+        places = [(at, at + step) for at in (index, index - 1) for step in range(1, REPEATS + 1)]
+        found.append([same(*pair, last) for pair in places])
+    return found
+
+
 class PunctuationTagger(SavedDrafter):
     """Transformer that labels words.
 
@@ -83,6 +109,9 @@ class PunctuationTagger(SavedDrafter):
         self.positions = nn.Embedding(CONTEXT, width)
         self.layers = nn.ModuleList(
             _Layer(width, config["inner_size"], config["heads"]) for _ in range(config["layers"])
+        )
+        self.repeats = nn.Sequential(
+            nn.Linear(2 * REPEATS, width), nn.GELU(), nn.Linear(width, width)
         )
         self.norm = nn.LayerNorm(width)
         self.output = nn.Linear(width, len(MARKS) + len(CASES) + len(DISFLUENCIES))
@@ -107,7 +136,8 @@ class PunctuationTagger(SavedDrafter):
         )
         for layer, ahead in zip(self.layers, self.shares(delay), strict=True):
             x = layer(x, seen(longest, ahead).to(device) & real[:, None])
-        found = self.output(self.norm(x))
+        again = torch.tensor([said_again(text, delay) for text in padded], device=device)
+        found = self.output(self.norm(x + self.repeats(again.to(x))))
         return Labels(*found.split([len(MARKS), len(CASES), len(DISFLUENCIES)], -1))
 
     def shares(self, delay: int | None) -> list[int | None]:

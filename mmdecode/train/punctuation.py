@@ -154,10 +154,10 @@ def disfluent(words: Sequence[Word], rng: random.Random, rate: float = 0.06) -> 
         elif kind < 0.8:  # a repetition of the next one or two words
             count = rng.randint(1, 2)
             found += [Word(w.text, 0, w.case, repair) for w in words[index : index + count]]
-        elif kind < 1.0:  # words of another place, then the right ones
-            other = rng.randrange(len(words))
-            count = rng.randint(1, 3)
-            found += [Word(w.text, 0, 0, repair) for w in words[other : other + count]]
+        elif kind < 1.0:  # up to two of the next words, a wrong one, then all of them again
+            count, wrong = rng.randint(0, 2), rng.choice(words)
+            said = [*words[index : index + count], wrong]
+            found += [Word(w.text, 0, w.case, repair) for w in said]
         found.append(word)
     return found
 

@@ -27,8 +27,12 @@ def tagger():
 
 
 def words(count, seed=0):
-    draw = random.Random(seed)
-    return [f" {''.join(draw.choices('abcdefgh', k=draw.randint(1, 6)))}" for _ in range(count)]
+    """Random words, some of which are said again soon."""
+    draw, found = random.Random(seed), []
+    for _ in range(count):
+        other = f" {''.join(draw.choices('abcdefgh', k=draw.randint(1, 6)))}"
+        found.append(draw.choice([other, other, *found[-3:]]))
+    return found
 
 
 def finished(tagger, given, sizes, delay):
@@ -63,18 +67,31 @@ def test_a_word_waits_for_as_many_words_and_depends_on_no_later_one(tagger, dela
         mixed = given[: cut + delay] + other[cut + delay :]
         first, second = (finished(tagger, one, [], delay)[:cut] for one in (given, mixed))
         assert first == second
-    logits = [tagger.logits([bare_word(w) for w in given[:n]], delay) for n in (20 + delay, 40)]
-    assert torch.allclose(logits[0].marks[:20], logits[1].marks[:20], atol=1e-5)
+    assert not any(later_words_matter(tagger, given, delay))
 
 
-def test_a_layer_that_reads_further_is_found(tagger, monkeypatch):
-    given, delay = words(60), 2
-    plain = punctuation.seen
+def later_words_matter(tagger, given, delay):
+    """Whether marks of the first words change with what comes later, for several lengths."""
+    bare = [bare_word(word) for word in given]
+    whole = tagger.logits(bare, delay).marks
+    for count in range(10, 40, 3):
+        part = tagger.logits(bare[: count + delay], delay).marks
+        yield not torch.allclose(part[:count], whole[:count], atol=1e-5)
+
+
+@pytest.mark.parametrize("part", ["seen", "said_again"])
+def test_a_part_that_reads_further_is_found(tagger, monkeypatch, part):
+    given, delay, plain = words(60), 2, getattr(punctuation, part)
     monkeypatch.setattr(
-        punctuation, "seen", lambda count, ahead: plain(count, None if ahead is None else ahead + 1)
+        punctuation, part, lambda first, ahead: plain(first, None if ahead is None else ahead + 1)
     )
-    logits = [tagger.logits([bare_word(w) for w in given[:n]], delay) for n in (20 + delay, 40)]
-    assert not torch.allclose(logits[0].marks[:20], logits[1].marks[:20], atol=1e-5)
+    assert any(later_words_matter(tagger, given, delay))
+
+
+def test_repetitions_are_those_of_a_word_and_the_one_before_it():
+    again = punctuation.said_again("we went We went to".split(), None)
+    assert [[k for k, one in enumerate(row) if one] for row in again] == [[1], [1, 4], [4], [], []]
+    assert not any(any(row[:3]) for row in punctuation.said_again("we went we went".split(), 1))
 
 
 def test_the_limits_of_the_layers_add_up_to_the_delay(tagger):

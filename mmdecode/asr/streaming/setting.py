@@ -66,6 +66,7 @@ def continuing(transcriber: Transcriber, policy: Stable) -> Transcriber:
 
     Raises:
         OptionError: The transcriber has a guide, or decodes in another way than greedily.
+        IncompatibleError: The model cannot be guided.
     """
     decoder, options = transcriber.decoder, transcriber.options
     if decoder.guide is not None or options.beams > 1 or options.temperatures[0]:
@@ -73,7 +74,14 @@ def continuing(transcriber: Transcriber, policy: Stable) -> Transcriber:
             "policy stable decodes greedily, without a guide; leave out guide, beams and "
             "temperature, or choose another policy, such as agreement"
         )
-    return transcriber.with_options(replace(decoder, guide=Stability(policy.m)), **vars(options))
+    try:
+        return transcriber.with_options(
+            replace(decoder, guide=Stability(policy.m)), **vars(options)
+        )
+    except IncompatibleError as error:
+        raise IncompatibleError(
+            f"policy stable is a guide, and {error}; or choose another policy, such as agreement"
+        ) from error
 
 
 def redrafting(transcriber: Transcriber) -> Decoder:
