@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> Path:
     prose, limit = handbook("test"), arguments.limit
     rng.shuffle(prose)
     texts = {
-        "grammar": grammar_paragraphs(limit, 77, "test"),
+        "grammar": grammar_paragraphs(3 * limit, 77, "test"),
         "handbook": prose[:limit],
         "handbook, disfluent": [disfluent(one, rng) for one in prose[:limit]],
         "real clips": [

@@ -82,6 +82,8 @@ class Speech:
 def held_out(count: int, seed: int = 29) -> list[Speech]:
     """The shipped clips, and more that are made in the same way, up to a number."""
     found = [Speech(clip.samples(), clip.text) for clip in speech_test()][:count]
+    if len(found) == count:
+        return found  # without espeak-ng
     known = {text for one in found for text in one.text.split(". ")}
     rng, engine = random.Random(seed), synthesis.Espeak()
     texts = iter(text for text in grammar.sentences(40 * count, seed, "test") if text not in known)

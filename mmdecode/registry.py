@@ -110,6 +110,7 @@ _BUILTIN = {
         "damro": "mmdecode.guide.damro:DAMRO",
         "causalmm": "mmdecode.guide.causalmm:CausalMM",
         "whisper_cd": "mmdecode.guide.whisper_cd:WhisperCD",
+        "ctc": "mmdecode.guide.ctc:CTCScore",
         "bias": "mmdecode.guide.bias:Bias",
     },
     "correct": {

@@ -11,6 +11,7 @@ import pytest
 
 import mmdecode as mm
 from mmdecode import registry
+from tests.draft.test_ctc import random_head
 from tests.support import method_pages
 from tests.support.hub import publish_named
 from tests.support.moonshine import NAME, WAYS, hide_wheel, needs_wheel, takes_default
@@ -115,7 +116,7 @@ def settings_of(name):
     """What a string can give a guide, as the page writes it; objects are left out."""
     cls, _ = registry.resolve("guide", name)
     make = getattr(cls, "from_options", cls)
-    objects = {"tokenizer", "yes", "no", "negative_ids", "negative_mask", "guide"}
+    objects = {"tokenizer", "yes", "no", "negative_ids", "negative_mask", "guide", "model_id"}
     names = {None: "none", False: "false", True: "true"}
     found = []
     for option in inspect.signature(make).parameters.values():
@@ -131,6 +132,8 @@ def settings_of(name):
 def test_the_table_of_guides_says_what_the_code_says(tmp_path):
     words = tmp_path / "words.txt"
     words.write_text("Marion")
+    head = tmp_path / "head"
+    random_head().save_pretrained(head)
     text = (DOCS / "guides.md").read_text(encoding="utf-8")
     rows = re.findall(
         r"^\| `(\w+)` \| [^|]+ \| ([^|]+) \| ([^|]+) \| ([\d /]+) \|", text, re.MULTILINE
@@ -139,7 +142,11 @@ def test_the_table_of_guides_says_what_the_code_says(tmp_path):
     assert [name for name, *_ in rows] == shipped
     for name, settings, neutral, count in rows:
         assert settings == settings_of(name)
-        needed = {"contrast": ":prompt=last_token", "bias": f":words={words}"}
+        needed = {
+            "contrast": ":prompt=last_token",
+            "bias": f":words={words}",
+            "ctc": f":head={head}",
+        }
         spec = name + needed.get(name, "")
         branches = registry.create("guide", spec).branches
         after = 1 + sum(branch.replaces_after_prefill is None for branch in branches)
@@ -148,7 +155,7 @@ def test_the_table_of_guides_says_what_the_code_says(tmp_path):
         if name == "prompt_bias":  # a string cannot give an empty text
             assert registry.resolve("guide", name)[0](instruction="").neutral
         else:
-            options = [needed["bias"][1:]] if name == "bias" else []
+            options = [needed[name][1:]] if name in ("bias", "ctc") else []
             options.append(neutral.strip("`"))
             assert registry.create("guide", f"{name}:{','.join(options)}").neutral
 

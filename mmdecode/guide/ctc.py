@@ -236,11 +236,7 @@ class CTCScore(Guide):
 
     def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> Constants:
         """Runs the head on the encoder's states."""
-        adapter = call.plan.adapter
-        inputs = adapter.prompt(call, MAIN).inputs
-        states, mask = inputs["source"], inputs.get("source_mask")
-        head = self._placed.like(states)
-        scorer = PrefixScorer(head.log_probs(*head.arguments(states, mask, adapter.embed)))
+        scorer = PrefixScorer(self.frames(call))
         size = prefill["main"].logits.shape[-1]
         ids = self.head.ids.to(call.device)
         index = ids.new_zeros(size)
@@ -250,6 +246,14 @@ class CTCScore(Guide):
         shared[ends] = True
         nothing = ids.new_zeros(call.batch, 0)
         return Constants(scorer, index, shared, ends, nothing, scorer.empty())
+
+    def frames(self, call: Call) -> Tensor:
+        """Returns the head's log-probabilities of each frame, ``(B, T, labels)``."""
+        adapter = call.plan.adapter
+        inputs = adapter.prompt(call, MAIN).inputs
+        states, mask = inputs["source"], inputs.get("source_mask")
+        head = self._placed.like(states)
+        return head.log_probs(*head.arguments(states, mask, adapter.embed))
 
     def apply(
         self,

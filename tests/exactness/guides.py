@@ -14,7 +14,9 @@ from mmdecode.engine.adapter import BranchSpec
 from mmdecode.engine.branches import ModelRunner
 from mmdecode.engine.contracts import BranchRunner, Guide, Requirements
 from mmdecode.guide.bias import Bias
+from mmdecode.guide.ctc import CTCScore
 from mmdecode.guide.whisper_cd import Vocabulary, WhisperCD
+from mmdecode.models.ctc_head import CTCHead
 from mmdecode.testing.table import Table
 
 
@@ -207,6 +209,23 @@ class Unheard(WhisperCD):
         text = torch.arange(call.plan.adapter.vocab) < 2
         ended = torch.where(text, -torch.inf, torch.tensor(0.0))
         return Vocabulary(2, text, ended, call.request.prompt_ids[:, -1:] == 0)
+
+
+class HeardFrames(CTCScore):
+    """A head that finds the same frames in every row; the last of four tokens is no label."""
+
+    def __init__(self):
+        sizes = {"source_size": 4, "hidden_size": 4, "inner_size": 4, "kernel": 3}
+        head = CTCHead({**sizes, "strides": [1], "subwords": 3})
+        head.ids.copy_(torch.tensor([2, 0, 1]))
+        super().__init__(head, weight=0.4, candidates=2)
+
+    def needs(self, adapter):
+        return Requirements()
+
+    def frames(self, call):
+        generator = torch.Generator().manual_seed(3)
+        return torch.randn(1, 9, 4, generator=generator).log_softmax(-1).repeat(call.batch, 1, 1)
 
 
 class Characters:

@@ -114,6 +114,7 @@ EXAMPLES = {
         ),
         "guidance": lambda: Guidance(1.5, until=1),
         "whisper_cd": guides.Unheard,
+        "ctc": guides.HeardFrames,
         "margin_shift": lambda: MarginShift(1.5, yes=1, no=[2, 3]),
         "near_ties": lambda: NearTies(1.1, 0.0, yes=1, no=[2, 3]),
         "bias": guides.bias,

@@ -344,20 +344,21 @@ def test_a_connection_that_is_used_is_kept(server):
 
 @pytest.mark.slow
 def test_a_body_that_trickles_has_as_much_time_as_any_request():
-    with running(Limits(request_s=1.0, receive_s=5.0), chat=False) as server:
+    with running(Limits(request_s=1.0, receive_s=60.0), chat=False) as server:
+        active = []  # requests, whenever a byte is sent
 
         def trickle():
             yield b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
-            for _ in range(40):
+            for _ in range(60):
                 time.sleep(0.1)
+                active.append(server.gate.active)
                 yield b"x"
 
-        began = time.monotonic()
         kind = {"content-type": "multipart/form-data; boundary=x"}
         url = f"{server.url}/v1/audio/transcriptions"
         with contextlib.suppress(httpx.HTTPError):
             assert httpx.post(url, content=trickle(), headers=kind).status_code == 408
-        assert server.is_idle() and time.monotonic() - began < 4.5
+        assert server.is_idle() and (len(active) < 60 or not active[-1])
 
 
 def test_requests_share_a_budget_of_memory_and_give_it_back():
