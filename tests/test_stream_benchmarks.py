@@ -13,8 +13,7 @@ from mmdecode.zoo import synthesis
 from mmdecode.zoo.speech import speech_test
 from tests.test_benchmarks import ROOT, page_and_result
 
-PAGES = {"causal.md": "causal", "ctc.md": "ctc", "punctuation.md": "punctuation"}
-PAGES |= {"alternatives.md": "alternatives"}
+PAGES = {"punctuation.md": "punctuation"}
 
 
 @pytest.fixture
