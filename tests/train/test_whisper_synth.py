@@ -134,7 +134,7 @@ def test_ctc_ids_of_a_text():
 def test_exported_folder_loads_as_a_whisper_in_float32(processor, tmp_path):
     from transformers import AutoProcessor, WhisperForConditionalGeneration
 
-    export(build_model(OPTIONS, processor), CTCHead(OPTIONS.width), processor, OPTIONS, tmp_path)
+    export(build_model(OPTIONS, processor), processor, OPTIONS, tmp_path)
     model = WhisperForConditionalGeneration.from_pretrained(tmp_path)
     assert model.dtype == torch.float32
     assert model.generation_config.no_timestamps_token_id is not None
@@ -154,4 +154,4 @@ def test_recipe_runs_and_resumes(tmp_path):
     longer = WhisperSynthOptions(**{**vars(options), "minutes": 0.3})
     second = run(longer, tmp_path / "work", tmp_path / "out")
     assert second["step"] > first["step"]
-    assert (tmp_path / "out" / "ctc_head.safetensors").exists()
+    assert (tmp_path / "out" / "model.safetensors").exists()

@@ -300,10 +300,10 @@ def train(options: WhisperSynthOptions, work: Path, out: Path) -> None:
                 append_line(log, json.dumps(row).encode() + b"\n")
         if time.time() - saved > 240:
             save_state(state_file, model, head, optimizer, step, spent)
-            export(model, head, processor, options, out)
+            export(model, processor, options, out)
             saved = time.time()
     save_state(state_file, model, head, optimizer, step, spent)
-    export(model, head, processor, options, out)
+    export(model, processor, options, out)
 
 
 def save_state(
@@ -329,24 +329,19 @@ def save_state(
 
 def export(
     model: WhisperForConditionalGeneration,
-    head: CTCHead,
     processor: WhisperProcessor,
     options: WhisperSynthOptions,
     out: Path,
 ) -> None:
-    """Saves float16 weights with ``dtype`` float32 in the configuration, processor and CTC head."""
-    from safetensors.torch import save_file
-
+    """Saves float16 weights with ``dtype`` float32 in the configuration, and the processor."""
     clone = WhisperForConditionalGeneration(model.config)
     clone.load_state_dict(model.state_dict())
     clone.generation_config = model.generation_config
-    ctc_weights = {k: v.half() for k, v in head.state_dict().items()}
 
     def fill(into: Path) -> None:
         clone.half().save_pretrained(into)
         say_float32(into)
         processor.save_pretrained(into)
-        save_file(ctc_weights, into / "ctc_head.safetensors")
         write_file(into / "recipe.json", json.dumps(asdict(options), indent=2) + "\n")
 
     write_folder(out, fill)
