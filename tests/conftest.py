@@ -40,7 +40,7 @@ def _without_programs(path: str) -> str:
 # before any library is imported that reads these once
 os.environ["PATH"] = _without_programs(os.environ.get("PATH", os.defpath))
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["RAY_worker_niceness"] = "0"  # else workers starve beside another test
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - else workers starve beside a test
 os.environ["HF_HOME"] = str(_OF_SESSION / "huggingface")
 os.environ["MMDECODE_CACHE"] = str(_OF_SESSION / "mmdecode")
 for _name in FOREIGN:
