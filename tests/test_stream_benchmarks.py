@@ -93,7 +93,7 @@ def test_alternatives_are_trained_and_measured(measured, espeak, tmp_path):
     assert len(result["rows"]) == 8 and result["weights"]["segmental"] > 1e5
 
 
-def test_repairs_of_the_recipe_are_words_said_again():
+def test_repairs_of_the_recipe_are_words_repeated():
     words = grammar_paragraphs(3, 1, "train")[0]
     made = disfluent(words, random.Random(0), 0.5)
     assert [word for word in made if not word.disfluency] == words

@@ -69,7 +69,7 @@ def buckets_of(word: str, buckets: int) -> tuple[int, ...]:
     return tuple(sorted({zlib.crc32(part.encode()) % buckets for part in parts}))
 
 
-def said_again(words: Sequence[str], delay: int | None) -> list[list[bool]]:
+def repeated(words: Sequence[str], delay: int | None) -> list[list[bool]]:
     """Returns, for each word, whether it and the one before it are the same as a later word.
 
     The columns are the comparisons with the word 1 to `REPEATS` later, first those of the word
@@ -87,8 +87,8 @@ def said_again(words: Sequence[str], delay: int | None) -> list[list[bool]]:
     found = []
     for index in range(len(words)):
         last = len(words) - 1 if delay is None else min(index + delay, len(words) - 1)
-        places = [(at, at + step) for at in (index, index - 1) for step in range(1, REPEATS + 1)]
-        found.append([same(*pair, last) for pair in places])
+        pairs = [(at, at + step) for at in (index, index - 1) for step in range(1, REPEATS + 1)]
+        found.append([same(*pair, last) for pair in pairs])
     return found
 
 
@@ -136,7 +136,7 @@ class PunctuationTagger(SavedDrafter):
         )
         for layer, ahead in zip(self.layers, self.shares(delay), strict=True):
             x = layer(x, seen(longest, ahead).to(device) & real[:, None])
-        again = torch.tensor([said_again(text, delay) for text in padded], device=device)
+        again = torch.tensor([repeated(text, delay) for text in padded], device=device)
         found = self.output(self.norm(x + self.repeats(again.to(x))))
         return Labels(*found.split([len(MARKS), len(CASES), len(DISFLUENCIES)], -1))
 

@@ -156,8 +156,8 @@ def disfluent(words: Sequence[Word], rng: random.Random, rate: float = 0.06) -> 
             found += [Word(w.text, 0, w.case, repair) for w in words[index : index + count]]
         elif kind < 1.0:  # up to two of the next words, a wrong one, then all of them again
             count, wrong = rng.randint(0, 2), rng.choice(words)
-            said = [*words[index : index + count], wrong]
-            found += [Word(w.text, 0, w.case, repair) for w in said]
+            attempt = [*words[index : index + count], wrong]
+            found += [Word(w.text, 0, w.case, repair) for w in attempt]
         found.append(word)
     return found
 

@@ -79,7 +79,7 @@ def later_words_matter(tagger, given, delay):
         yield not torch.allclose(part[:count], whole[:count], atol=1e-5)
 
 
-@pytest.mark.parametrize("part", ["seen", "said_again"])
+@pytest.mark.parametrize("part", ["seen", "repeated"])
 def test_a_part_that_reads_further_is_found(tagger, monkeypatch, part):
     given, delay, plain = words(60), 2, getattr(punctuation, part)
     monkeypatch.setattr(
@@ -89,9 +89,9 @@ def test_a_part_that_reads_further_is_found(tagger, monkeypatch, part):
 
 
 def test_repetitions_are_those_of_a_word_and_the_one_before_it():
-    again = punctuation.said_again("we went We went to".split(), None)
+    again = punctuation.repeated("we went We went to".split(), None)
     assert [[k for k, one in enumerate(row) if one] for row in again] == [[1], [1, 4], [4], [], []]
-    assert not any(any(row[:3]) for row in punctuation.said_again("we went we went".split(), 1))
+    assert not any(any(row[:3]) for row in punctuation.repeated("we went we went".split(), 1))
 
 
 def test_the_limits_of_the_layers_add_up_to_the_delay(tagger):

@@ -290,6 +290,11 @@ def train(options: StreamOptions, work: Path, out: Path) -> None:
         write_state(state_file, parts | {"step": step, "spent": spent})
         export(model, parts["adapter"], options, out)
 
+    def note() -> None:
+        row = {"step": step, "minutes": round(spent / 60, 2), "loss": round(average, 4)}
+        with open_append(work / f"log-{options.chunk}.jsonl") as log:
+            append_line(log, json.dumps(row).encode() + b"\n")
+
     loader = torch.utils.data.DataLoader(
         PrefixStream(work / "corpus", processor, options),
         batch_size=None,
@@ -314,12 +319,11 @@ def train(options: StreamOptions, work: Path, out: Path) -> None:
             float(loss.detach()) if step == 1 else 0.98 * average + 0.02 * float(loss.detach())
         )
         if step % 50 == 0:
-            row = {"step": step, "minutes": round(spent / 60, 2), "loss": round(average, 4)}
-            with open_append(work / f"log-{options.chunk}.jsonl") as log:
-                append_line(log, json.dumps(row).encode() + b"\n")
+            note()
         if time.time() - saved > 240:
             save()
             saved = time.time()
+    note()
     save()
 
 
@@ -345,7 +349,9 @@ def export(model: Any, adapter: dict[str, Tensor], options: StreamOptions, out: 
     def fill(into: Path) -> None:
         model.get_base_model().config.save_pretrained(into)
         say_float32(into)
-        model.peft_config["default"].save_pretrained(into)
+        adapter_config = model.peft_config["default"]
+        adapter_config.base_model_name_or_path = options.base  # not a path of this machine
+        adapter_config.save_pretrained(into)
         save_file(weights, into / "adapter_model.safetensors")
         write_file(into / "recipe.json", json.dumps(asdict(options), indent=2) + "\n")
 
