@@ -710,6 +710,7 @@ def test_what_does_not_hold_is_named_and_ends_the_benchmark_of_the_server(
         assert ("MISSED" in written.err) == bool(code)
 
 
+@pytest.mark.slow
 def test_hostile_uploads_are_the_same_each_time_and_of_every_kind(benchmarks):
     made = importlib.import_module("serve_uploads")
     from PIL import Image

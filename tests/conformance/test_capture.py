@@ -58,6 +58,7 @@ def test_drafts_of_real_states(family, name, taped):
     assert_replayed(lambda decoder: tiny.ours(decoder, family), draft_of(family, name), taped)
 
 
+@pytest.mark.slow
 def test_the_longest_draft_stays_within_the_reserved_slots(taped):
     def longest():
         return Assistant(tiny.small_of("llama"), length=MAX_NODES)

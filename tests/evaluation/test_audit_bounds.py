@@ -165,6 +165,7 @@ class Wobbly(CFG):
         return distribution + 0.05 * torch.arange(VOCAB).sin() if proposal.size else distribution
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("dtype", "guide"), [("bfloat16", None), ("float32", Wobbly(1.5))], ids=["plain", "guided"]

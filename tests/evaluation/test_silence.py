@@ -219,6 +219,7 @@ def test_a_class_that_could_not_be_read_is_left_out_and_the_others_are_scored():
 run = functools.partial(invoke, "evaluate", "silence")
 
 
+@pytest.mark.slow
 def test_the_command_runs_its_modes_and_resumes(tmp_path):
     asked = ["--limit", "1", "--seconds", "1", "--resamples", "20", "--guide", "whisper_cd"]
     out = ["--out", str(tmp_path / "run")]

@@ -113,6 +113,7 @@ def all_words(server, count=8):
     assert server.is_idle()
 
 
+@pytest.mark.slow
 def test_streams_have_the_words_that_they_have_alone(server):
     all_words(server)
     values = server.values()
