@@ -184,7 +184,7 @@ class CTCScore(Guide):
         IncompatibleError: When decoding begins: the head was trained for another model.
     """
 
-    summary = "adds the CTC prefix score of a head on the recogniser's encoder: fewer repetitions"
+    summary = "adds the CTC prefix score of a head on the recogniser's encoder"
     source = "Watanabe et al. 2017 (hybrid CTC/attention)"
     on_host = True
 
