@@ -169,7 +169,11 @@ def run(arguments: argparse.Namespace) -> Path:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     facts = machine(torch.device("cpu"), "float32")
-    facts |= {"command": "python benchmarks/alternatives.py", "model": MODEL, "head": HEAD}
+    facts |= {
+        "command": "python benchmarks/alternatives.py",
+        "model": MODEL,
+        "head": arguments.head,
+    }
     warn_if_busy(facts)
     plain = Transcriber.from_pretrained(MODEL, device="cpu", timestamps=False)
     ours, head = plain.recognizer, CTCHead.from_pretrained(arguments.head)

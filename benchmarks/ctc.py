@@ -122,7 +122,7 @@ def an_hour(seconds: float, seed: int) -> tuple[np.ndarray, list[Speech]]:
     return np.concatenate(parts), spoken
 
 
-def long_recording(seconds: float, seed: int) -> Iterable[dict[str, Any]]:
+def long_recording(seconds: float, seed: int, head: str) -> Iterable[dict[str, Any]]:
     """Rows of ways to transcribe a long recording."""
     wave, spoken = an_hour(seconds, seed)
     reference = [Speech(wave, " ".join(one.text for one in spoken))]
@@ -134,7 +134,7 @@ def long_recording(seconds: float, seed: int) -> Iterable[dict[str, Any]]:
            "seconds": time.perf_counter() - began, "memory_mb": None}  # fmt: skip
     ways: dict[str, dict[str, Any]] = {
         "one recording, uncut": {},
-        "cut at blanks": {"vad": "ctc", "vad_min_silence_s": 0.8},
+        "cut at blanks": {"vad": f"ctc:head={head}", "vad_min_silence_s": 0.8},
         "cut by silero": {"vad": True, "vad_min_silence_s": 0.8},
     }
     for name, options in ways.items():
@@ -222,7 +222,7 @@ def run(arguments: argparse.Namespace) -> Path:
         "head": head_rows,
         "draft": draft_rows,
         "guide": guide_rows,
-        "cuts": lambda: long_recording(arguments.seconds, 31),
+        "cuts": lambda: long_recording(arguments.seconds, 31, arguments.head),
     }
     for part, rows in parts.items():
         if part in arguments.parts:

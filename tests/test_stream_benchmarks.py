@@ -8,6 +8,8 @@ import sys
 import pytest
 import torch
 
+from mmdecode.asr import Transcriber
+from mmdecode.models.ctc_head import CTCHead
 from mmdecode.train.punctuation import disfluent, grammar_paragraphs
 from mmdecode.zoo import synthesis
 from mmdecode.zoo.speech import speech_test
@@ -45,6 +47,21 @@ def espeak(monkeypatch):
     monkeypatch.setattr(synthesis, "Espeak", Same)
 
 
+@pytest.fixture
+def head(tmp_path):
+    """Folder of a CTC head with random weights, for ``zoo:whisper-synth``."""
+    torch.manual_seed(0)
+    recognizer = Transcriber.from_pretrained("zoo:whisper-synth", device="cpu").recognizer
+    config = recognizer.model.config
+    sizes = {"source_size": config.d_model, "hidden_size": config.d_model, "inner_size": 16}
+    made = CTCHead(
+        {**sizes, "kernel": 3, "strides": [], "subwords": 50, "vocab_size": config.vocab_size}
+    )
+    made.ids.copy_(torch.arange(50))
+    made.save_pretrained(tmp_path / "head")
+    return str(tmp_path / "head")
+
+
 @pytest.mark.slow
 def test_causal_models_are_measured_on_a_clip(measured):
     words = ["--limit", "2", "--few", "1", "--models", "zoo:whisper-synth-320ms"]
@@ -56,8 +73,8 @@ def test_causal_models_are_measured_on_a_clip(measured):
 
 
 @pytest.mark.slow
-def test_a_head_is_measured_in_every_part(measured, espeak):
-    words = ["--limit", "2", "--rounds", "1", "--seconds", "40"]
+def test_a_head_is_measured_in_every_part(measured, espeak, head):
+    words = ["--head", head, "--limit", "2", "--rounds", "1", "--seconds", "40"]
     result, page = measured("ctc", *words)
     assert all(row["equal"] for row in result["draft"])
     weights = {row["weight"] for row in result["guide"]}
@@ -79,9 +96,9 @@ def test_marks_are_measured_on_few_paragraphs(measured, monkeypatch):
 
 
 @pytest.mark.slow
-def test_alternatives_are_trained_and_measured(measured, espeak, tmp_path):
+def test_alternatives_are_trained_and_measured(measured, espeak, head, tmp_path):
     words = ["--work", str(tmp_path / "work"), "--minutes", "0.02", "--examples", "4"]
-    result, _ = measured("alternatives", *words, "--utterances", "12")
+    result, _ = measured("alternatives", *words, "--utterances", "12", "--head", head)
     assert len(result["rows"]) == 8 and result["weights"]["segmental"] > 1e5
 
 
