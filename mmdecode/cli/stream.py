@@ -270,10 +270,9 @@ class Progress:
 
     def finish_words(self, delay: int | None, fluent: bool) -> None:
         """Sets marks and capitals of committed words, see `Finisher`."""
-        from mmdecode.asr.streaming.finisher import TAGGER, Finisher
-        from mmdecode.models.punctuation import PunctuationTagger
+        from mmdecode.asr.streaming.finisher import Finisher
 
-        tagger = PunctuationTagger.from_pretrained(TAGGER)
+        tagger = Finisher().tagger
         for one in self._feeder.streams:
             self._finishers[id(one)] = Finisher(tagger, delay, fluent)
 
@@ -288,7 +287,9 @@ class Progress:
             self._feeder.start()
             while not self._feeder.ended:
                 for one, found in self._feeder.step():
-                    if not isinstance(found, Failure) and (one.error is None or found.audio_s):
+                    if isinstance(found, Failure):
+                        self._fail(one)
+                    elif one.error is None or found.audio_s:
                         self._take(one, found)
                 for one in self._feeder.streams:
                     while one.input.notes:
@@ -298,9 +299,17 @@ class Progress:
                     self._feeder.stop()
 
     def _take(self, one: FedStream, update: Any) -> None:
+        finisher = self._finishers.get(id(one))
+        self._show(one, finisher.update(update, one.ended) if finisher else update)
+
+    def _fail(self, one: FedStream) -> None:
+        """Shows the committed words of a stream that failed which waited for later ones."""
+        finisher = self._finishers.get(id(one))
+        if finisher and finisher.waiting:
+            self._show(one, finisher.rest(one.stream.audio_s))
+
+    def _show(self, one: FedStream, update: Any) -> None:
         self._meters[id(one)].add(update)
-        if id(one) in self._finishers:
-            update = self._finishers[id(one)].update(update, one.ended)
         if id(one) in self._captions:
             self._captions[id(one)].add(update)
         name = _shown(one.input)

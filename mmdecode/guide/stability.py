@@ -28,6 +28,10 @@ from mmdecode.engine.contracts import BranchOutput, Guide
 from mmdecode.engine.proposal import Proposal
 from mmdecode.errors import OptionError
 
+LIFT = 20.0
+"""How far a kept token's logit is raised above the others: Whisper's timestamp rule, which sums the
+probabilities of all timestamps, must not outweigh it."""
+
 
 class Constants(NamedTuple):
     """The last hypothesis of each row.
@@ -100,7 +104,7 @@ class Stability(Guide):
         own = logits.gather(2, wanted.clamp_min(0)[..., None])[..., 0]
         top = logits.amax(-1)
         kept = inside & ((own >= constants.floors.gather(1, at)) | (own >= top))
-        raised = torch.where(kept, top + 1.0, own)
+        raised = torch.where(kept, top + LIFT, own)
         return logits.scatter(2, wanted.clamp_min(0)[..., None], raised[..., None])
 
     @staticmethod

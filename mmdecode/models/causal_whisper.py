@@ -76,7 +76,8 @@ class CausalWhisperEncoder(WhisperEncoder):
         Args:
             input_features: Log-mel features ``(B, mels, T)``; if T is odd, the last frame is the
                 context of the last state.
-            attention_mask: Not used: no state of the audio reads padding on its right.
+            attention_mask: 1 at frames of audio, 0 at padding on the right, ``(B, T)``; ``None``:
+                all are audio. States of padding are zeros, which the decoder ignores.
             **kwargs: Not used.
 
         Raises:
@@ -90,7 +91,13 @@ class CausalWhisperEncoder(WhisperEncoder):
         mask = mask.masked_fill_(~seen, torch.finfo(x.dtype).min)[None, None]
         for layer in self.layers:
             x = layer(x, mask)
-        return BaseModelOutput(last_hidden_state=self.layer_norm(x))
+        x = self.layer_norm(x)
+        if attention_mask is not None:
+            stride = self.conv2.stride[0]
+            # generate pads the features further than the mask
+            audio = pad(attention_mask, (0, input_features.shape[-1] - attention_mask.shape[1]))
+            x = x * audio[:, : stride * x.shape[1] : stride, None].to(x)
+        return BaseModelOutput(last_hidden_state=x)
 
 
 def positions(encoder: WhisperEncoder, first: int, count: int) -> Tensor:
@@ -200,6 +207,9 @@ def causal_form(model: Any, **own: Any) -> CausalWhisperForConditionalGeneration
     found.generation_config = model.generation_config
     return found
 
+
+HALF_LIMIT = torch.finfo(torch.float16).max - 1000
+"""Largest float16 state, to which transformers clamps the output of a layer."""
 
 Past = tuple[Tensor, Tensor]
 """Keys and values of earlier states in a layer, ``(1, heads, S, D)`` each."""
@@ -331,6 +341,8 @@ class IncrementalEncoder:
             x = x + attend.out_proj(attended.transpose(1, 2).flatten(2))
             inner = layer.activation_fn(layer.fc1(layer.final_layer_norm(x)))
             x = x + layer.fc2(inner)
+            if x.dtype == torch.float16:  # as one pass does
+                x = x.clamp(-HALF_LIMIT, HALF_LIMIT)
         return self._encoder.layer_norm(x)[0], past
 
 
@@ -346,13 +358,20 @@ def merged(
         scale: ``lora_alpha / r``.
 
     Raises:
-        InputError: The adapter has a layer that the base model lacks.
+        InputError: The adapter has a layer that the base model lacks, or other weights.
     """
     found = dict(weights)
-    for key, down in lora.items():
-        name = re.fullmatch(r"(?:base_model\.model\.)?(.*)\.lora_A\.weight", key)
-        if name is None:
-            continue
+    downs = [key for key in lora if key.endswith(".lora_A.weight")]
+    others = set(lora) - {*downs, *(key.replace("lora_A", "lora_B") for key in downs)}
+    if others or not downs:
+        raise InputError(
+            f"the adapter has {', '.join(sorted(others)[:3]) or 'no weights'}; expected pairs of "
+            "NAME.lora_A.weight and NAME.lora_B.weight, as peft saves plain LoRA: merge another "
+            "adapter into its base, and give the folder of the whole model"
+        )
+    for key in downs:
+        name, down = re.fullmatch(r"(?:base_model\.model\.)?(.*)\.lora_A\.weight", key), lora[key]
+        assert name is not None, "by its ending"
         target, up = f"{name[1]}.weight", lora[key.replace("lora_A", "lora_B")]
         if target not in found:
             raise InputError(
@@ -432,6 +451,11 @@ def from_published(file: str | Path) -> CausalWhisperForConditionalGeneration:
             lora[f"{match[1]}.{match[2]}.weight"] = value.T
         elif name in model.state_dict():
             weights[name] = value
+        elif "lora" in name:
+            raise InputError(
+                f"{file} has {key}, which is no part of an adapter as CarelessWhisper saves it: "
+                "expected NAME.lora_layer.lora_A and lora_B"
+            )
     weights["proj_out.weight"] = weights.get("model.decoder.embed_tokens.weight", torch.zeros(0))
     return fill(model, merged(weights, lora, 1.0), file)
 

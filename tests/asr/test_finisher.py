@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from mmdecode.asr.streaming.finisher import Finisher, bare_word
+from mmdecode.asr.streaming.finisher import Finisher, bare_word, written
 from mmdecode.errors import OptionError
 from mmdecode.models import punctuation
 from mmdecode.models.punctuation import CONTEXT, MARKS, PunctuationTagger, seen
@@ -124,20 +124,68 @@ def test_a_pause_ends_the_wait_and_the_end_ends_the_sentence(tagger):
         assert text[-1] in ".?" or (delay == 0 and text[-1] == ",")
 
 
-def test_memory_is_bounded_without_ends_of_sentences(tagger):
-    made, count = Finisher(tagger, None), 0
+@pytest.fixture
+def endless(tagger):
+    """The tagger, which finds no marks."""
     with torch.no_grad():
         bias = tagger.output.bias.clone()
         tagger.output.bias[: len(MARKS)] = torch.tensor([50.0, 0.0, 0.0, 0.0])
-    try:
-        for word in words(140):
-            count += len(made.push([word]))
-            assert made.waiting <= CONTEXT
-            assert len(made._words) < CONTEXT
-    finally:
-        with torch.no_grad():
-            tagger.output.bias.copy_(bias)
+    yield tagger
+    with torch.no_grad():
+        tagger.output.bias.copy_(bias)
+
+
+@pytest.mark.parametrize("pause", [None, 40, 62])
+@pytest.mark.parametrize("delay", [2, None])
+def test_memory_is_bounded_without_ends_of_sentences(endless, delay, pause):
+    made, count = Finisher(endless, delay), 0
+    for number, word in enumerate(words(140), 1):
+        count += len(made.push([word], pause=number == pause))
+        assert made.waiting < CONTEXT // 2
+        assert len(made._words) <= CONTEXT
     assert count > 100
+
+
+def test_the_end_of_a_sentence_is_shown_where_its_last_word_is_hidden(endless):
+    with torch.no_grad():  # every second word is a filler, as far as its letters tell
+        endless.output.bias[: len(MARKS)] = torch.tensor([0.0, -50.0, 50.0, -50.0])
+    given = words(40)
+    made = Finisher(endless, 2, fluent=True)
+    found = [*made.push(given), *made.finish()]
+    hidden = [one for one in found if one.disfluency]
+    assert {one.text for one in hidden} == {"", "."} or {one.text for one in hidden} == {""}
+    shown = "".join(one.text for one in found)
+    assert shown.endswith(".") and ".." not in shown
+
+
+def test_a_full_stop_follows_a_hidden_last_word(tagger, monkeypatch):
+    labels = iter([("", "lower", ""), (".", "lower", "filler")])
+    plain = Finisher._written
+
+    def given(self, index, *_):
+        return plain(self, index, *next(labels))
+
+    monkeypatch.setattr(Finisher, "_written", given)
+    made = Finisher(tagger, 2, fluent=True)
+    found = [*made.push([" so", " um"]), *made.finish()]
+    assert "".join(one.text for one in found) == " so."
+    assert [one.disfluency for one in found] == ["", "filler"]
+
+
+@pytest.mark.parametrize(
+    ("word", "mark", "case", "expected"),
+    [
+        (" hello,", ".", "first", " Hello."), (" 'Tis", "", "lower", " 'tis"),
+        (" -5", ",", "lower", " -5,"), (" .5", "", "lower", " .5"), (" .NET", "", "upper", " .NET"),
+        (" p.m.", "", "lower", " p.m."), (" p.m.", ".", "lower", " p.m."),
+        (" p.m.", ",", "lower", " p.m.,"), (' "stop."', "?", "first", ' "Stop?"'),
+        (" (now)", ".", "lower", " (now)."), (" 50%,", "", "lower", " 50%"),
+        (" \u2013", "", "lower", " \u2013"),
+        (" dogs'", ",", "lower", " dogs',"), (" ok…", "", "upper", " OK"),
+    ],
+)  # fmt: skip
+def test_only_case_and_marks_at_the_end_of_a_word_change(word, mark, case, expected):
+    assert written(word, mark, case) == expected
 
 
 def test_words_keep_their_characters(tagger):
@@ -155,10 +203,12 @@ def test_fluent_text_leaves_out_fillers(tagger):
     fluent = [*made.push(given), *made.finish()]
     assert [one.disfluency for one in fluent] == [one.disfluency for one in plain]
     for one, other in zip(fluent, plain, strict=True):
-        assert one.text == ("" if other.disfluency else other.text)
+        assert one.text in (("", other.mark) if other.disfluency else (other.text,))
     assert any(one.disfluency for one in plain)
 
 
 def test_bad_options(tagger):
-    with pytest.raises(OptionError, match="delay=-1; expected 0 or more words"):
+    with pytest.raises(OptionError, match="delay=-1; expected 0 to 31 words"):
         Finisher(tagger, -1)
+    with pytest.raises(OptionError, match="delay=32"):
+        Finisher(tagger, 32)

@@ -71,8 +71,8 @@ def compared(updates):
 def in_pool(transcriber, spec, wave, seed):
     """Updates of a stream whose neighbours come and go, with other audio and other policies."""
     draw, pool, found = random.Random(seed), StreamPool(transcriber, most_waiting_s=1e9), []
-    ours = pool.open(policy=spec, step_s=STEP_S)
     others = {pool.open(policy="hold:n=2", step_s=STEP_S): wave_of(2, 2.0)}
+    ours = pool.open(policy=spec, step_s=STEP_S)  # with a transcriber of its own, if it needs one
     fed = 0
     while not ours.ended:
         if len(others) < 3 and draw.random() < 0.3:
@@ -158,3 +158,18 @@ def test_the_buffer_of_a_model_that_never_says_the_same_twice_is_bounded(model, 
         longest = max(longest, len(stream._audio))
     stream.finish()
     assert longest <= stream._longest
+
+
+def test_a_continued_text_ends_with_a_word_and_waits_for_tokens_of_text():
+    """Timestamps that close the text are neither kept nor counted."""
+    transcriber = transcriber_for("zoo:whisper-synth", False)
+    stream, wave = Stream(transcriber, "stable:m=2", STEP_S), wave_of(0, 6.0)
+    is_text, offered, plain = transcriber.recognizer.is_text, [], stream._commits.offer
+    stream._commits.offer = lambda words, evidence: (
+        offered.append(evidence) or plain(words, evidence)
+    )
+    for start in range(0, len(wave), 8000):
+        stream.feed(wave[start : start + 8000])
+        assert not stream._draft or is_text(stream._draft[-1])
+    assert max(map(len, offered)) > 5
+    assert all(evidence[-1] == 0 for evidence in offered if evidence)

@@ -299,3 +299,10 @@ def test_labels_near_each_other_are_one_stretch():
 def test_a_model_without_a_head_is_refused(plain):
     with pytest.raises(OptionError, match="vad 'ctc' needs head="):
         plain.with_options(vad="ctc:head=")
+
+
+def test_a_word_of_one_frame_is_speech():
+    ours = Loud(vad_min_silence_s=0.5)
+    chances = [0.0] * 100 + [1.0] + [0.0] * 100
+    (found,) = ours.stretches(chances, 201 * 0.04)
+    assert found.start == pytest.approx(4.0) and found.end == pytest.approx(4.04)

@@ -104,6 +104,32 @@ def test_a_mistake_is_found(mistake):
     assert wrong > 1
 
 
+class TimestampRule:
+    """Excludes text where all timestamps together are more likely than any of it, as Whisper's."""
+
+    def __init__(self, first):
+        self.first = first
+
+    def __call__(self, ids, scores):
+        stamps = scores[:, self.first : END].logsumexp(-1, keepdim=True)
+        text = scores[:, : self.first].amax(-1, keepdim=True)
+        order = torch.arange(scores.shape[-1])
+        return scores.masked_fill((stamps > text) & (order < self.first), -torch.inf)
+
+
+@pytest.mark.parametrize("lift", [ours.LIFT, 1.0])
+def test_a_kept_token_outweighs_all_timestamps_together(lift, monkeypatch):
+    monkeypatch.setattr(ours, "LIFT", lift)
+    model = Table(VOCAB, sharpness=0.1)  # nearly uniform: timestamps are ids 1 to 4
+    rows = [[Token.weighed(0, 0.0), Token.weighed(0, 0.0), Token.weighed(0, 0.0)]] * 3
+    found = decode(
+        model, torch.tensor(PROMPTS), Decoder(guide=Stability(0)), eos=END, max_new_tokens=3,
+        mm_inputs={"source_ids": rows}, processors=[TimestampRule(1)],
+    )  # fmt: skip
+    kept = new_tokens(found, len(PROMPTS[0]), VOCAB) == [[0, 0, 0]] * 3
+    assert kept == (lift > 1.0)
+
+
 def test_ids_without_logits_only_draft():
     model = Table(VOCAB, seed=3)
     rows = [[0, 1, 2, 3]] * 3

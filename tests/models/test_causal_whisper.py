@@ -1,5 +1,9 @@
 """Causal Whisper: no later audio is read, parts give the states of one pass, padding is ignored."""
 
+import json
+import shutil
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -8,8 +12,11 @@ from hypothesis import strategies as st
 from transformers import WhisperForConditionalGeneration
 from transformers.modeling_outputs import BaseModelOutput
 
+from mmdecode.asr import TranscribeOptions, Transcriber
+from mmdecode.asr.audio.reading import source_of
+from mmdecode.asr.recognizers.causal_whisper import ADAPTER
 from mmdecode.checkpoints import local_path
-from mmdecode.errors import InputError, ShapeError
+from mmdecode.errors import InputError, OptionError, ShapeError
 from mmdecode.models import causal_whisper as ours
 from mmdecode.models.causal_whisper import (
     IncrementalEncoder,
@@ -18,6 +25,7 @@ from mmdecode.models.causal_whisper import (
     running_features,
     window_features,
 )
+from mmdecode.weights import read_tensors
 from mmdecode.zoo.speech import speech_test
 from tests.support.causal import BASE, causal_whisper, mel_of
 from tests.support.parts import fed
@@ -225,6 +233,61 @@ def test_an_adapter_without_effect_is_the_base():
     assert torch.allclose(added, torch.full((128, 128), 0.5), atol=1e-6)
     with pytest.raises(InputError, match="which its base model does not have"):
         merged({}, lora, 1.0)
+    with pytest.raises(InputError, match=r"lora_magnitude_vector; expected pairs of"):
+        merged(weights, {**lora, f"{name}.lora_magnitude_vector": torch.ones(128)}, 1.0)
+    with pytest.raises(InputError, match="the adapter has no weights"):
+        merged(weights, {}, 1.0)
+
+
+def test_the_shipped_model_is_its_base_with_the_adapter_of_its_configuration(tmp_path):
+    shipped = Path(local_path("zoo:whisper-synth-320ms"))
+    found = Transcriber.from_pretrained("zoo:whisper-synth-320ms", device="cpu").recognizer.model
+    assert found.name_or_path == found.config.name_or_path == str(shipped)
+    base = WhisperForConditionalGeneration.from_pretrained(local_path(BASE))
+    layer, lora = "model.encoder.layers.0.self_attn.q_proj", read_tensors(shipped / ADAPTER)
+    up, down = (lora[f"base_model.model.{layer}.lora_{part}.weight"].float() for part in "BA")
+    expected = base.get_parameter(f"{layer}.weight") + up @ down
+    assert torch.allclose(found.get_parameter(f"{layer}.weight"), expected, atol=1e-6)
+    folder = Path(shutil.copytree(shipped, tmp_path / "model"))
+    options = json.loads((folder / "adapter_config.json").read_text())
+    for change in ({"use_rslora": True}, {"alpha_pattern": {"q": 1}}, {"lora_alpha": None}):
+        (folder / "adapter_config.json").write_text(json.dumps(options | change))
+        with pytest.raises(InputError, match=next(iter(change))):
+            Transcriber.from_pretrained(str(folder), device="cpu")
+
+
+@pytest.mark.parametrize("samples", [128_000, 128_001, 128_319, 256_001, 256_319, 256_321])
+def test_recordings_that_end_with_a_part_of_a_frame_are_read(samples):
+    recognizer = Transcriber(*causal_whisper(8)).recognizer
+    wave = speech().repeat(3)[:samples].numpy()
+    recording = recognizer.open(source_of((wave, 16_000), 16_000))
+    sizes = []
+    for seek in range(0, recording.frames, recognizer.window_frames):
+        count = recognizer.span(recording, seek, ()).frames
+        encoded = recognizer.encode([recognizer.read(recording, seek, count)], [count / 50])
+        sizes.append(encoded.states.shape[1])
+    assert max(sizes) == 200 and sum(sizes) == -(-recording.frames // 2)
+
+
+def test_windows_longer_than_those_of_the_model_are_refused():
+    with pytest.raises(OptionError, match="window_s=20; expected at most 8 s"):
+        Transcriber(*causal_whisper(8), options=TranscribeOptions(window_s=20))
+
+
+def test_generate_reads_no_audio_that_is_masked():
+    model, processor = causal_whisper(8)
+    mel, waves = mel_of(model, processor), [speech(n) for n in (64_000, 32_000)]
+    longer, shorter = (window_features(mel, wave)[:, :-1] for wave in waves)
+    size = shorter.shape[1]
+    padding = (0, longer.shape[1] - size)
+    features = torch.stack([longer, torch.nn.functional.pad(shorter, padding)])
+    mask = torch.ones(2, longer.shape[1], dtype=torch.long)
+    mask[1, size:] = 0
+    plain = {"max_new_tokens": 12, "language": "en", "task": "transcribe"}
+    alone = model.generate(shorter[None], attention_mask=mask[:1, :size], **plain)[0].tolist()
+    masked = model.generate(features, attention_mask=mask, **plain)[1].tolist()
+    assert masked[: len(alone)] == alone
+    assert model.generate(features, **plain)[1].tolist()[: len(alone)] != alone
 
 
 def published(model):

@@ -1,12 +1,14 @@
 """Voice activity without a detector: where a CTC head finds only blanks, nobody speaks.
 
 Source: Inaguma and Kawahara 2021, arXiv:2107.07509, who end a block after a run of blanks; here the
-recording is cut in the middle of the pause, with padding.
+pause is removed, but for some padding, and windows of the recogniser may cross it.
 """
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +19,7 @@ from mmdecode import registry
 from mmdecode.asr.audio.reading import Source, blocks
 from mmdecode.asr.audio.vad import Silero, VoiceActivity
 from mmdecode.checkpoints import ZOO
+from mmdecode.errors import IncompatibleError
 from mmdecode.models.ctc_head import BLANK, CTCHead
 from mmdecode.models.placed import Placed
 
@@ -32,6 +35,8 @@ class Blanks(VoiceActivity):
     """Speech where a CTC head finds labels; everything between labels far apart is silence.
 
     The recording is encoded in windows that overlap, so that every frame has audio on either side.
+    A frame of speech is one whose blank has a probability below ``1 - vad_threshold``. A head finds
+    a word in a frame or two, so that ``vad_min_speech_s`` is not used.
 
     Args:
         options: Settings.
@@ -40,12 +45,16 @@ class Blanks(VoiceActivity):
     """
 
     def __init__(self, options: TranscribeOptions, recognizer: Recognizer, head: CTCHead) -> None:
-        super().__init__(options)
+        super().__init__(replace(options, vad_min_speech_s=0.0))
         self._recognizer, self._head = recognizer, head.eval()
         self._placed = Placed(self._head)
-        wave = np.zeros(round(min(recognizer.window_s, LONGEST_S) * recognizer.rate), np.float32)
-        self._window = len(wave)
-        self.frame_s = len(wave) / recognizer.rate / len(self._chances(wave))
+        self._window = round(min(recognizer.window_s, LONGEST_S) * recognizer.rate)
+
+    @cached_property
+    def frame_s(self) -> float:  # type: ignore[override]
+        """Seconds per frame, found by encoding a window of silence once."""
+        silence = np.zeros(self._window, np.float32)
+        return self._window / self._recognizer.rate / len(self._chances(silence))
 
     def listen(self, source: Source) -> tuple[list[float], float]:
         """Returns the speech probability of each frame, and the length of the audio in seconds."""
@@ -71,7 +80,10 @@ class Blanks(VoiceActivity):
         """Returns the probability of a label for each frame of a waveform."""
         ours, seconds = self._recognizer, len(wave) / self._recognizer.rate
         encoded = ours.encode(ours.features([wave]), [seconds])
-        assert encoded.states is not None, "the head reads them"
+        if encoded.states is None:
+            raise IncompatibleError(
+                f"vad 'ctc' reads encoder states, which {ours.name} does not return; use vad=True"
+            )
         head = self._placed.like(encoded.states)
         given = head.arguments(encoded.states, encoded.mask, ours.model.get_input_embeddings())
         blank = head.log_probs(*given)[0, :, BLANK].exp()

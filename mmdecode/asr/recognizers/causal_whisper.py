@@ -73,10 +73,9 @@ class CausalWhisperRecognizer(WhisperRecognizer):
             folder, dtype=torch.float32, trust_remote_code=trust
         )
         model = causal_form(base, chunk=config.chunk, extra=config.extra, base=config.base)
-        options = read_json(path, "adapter_config.json")
-        scale = options.get("lora_alpha", 1) / options.get("r", 1)
+        scale = _scale(read_json(path, "adapter_config.json"), path)
         model.load_state_dict(merged(base.state_dict(), _adapter(path), scale))
-        model.config.name_or_path = path
+        model.name_or_path = model.config.name_or_path = path
         return model.to(dtype), processor
 
     @property
@@ -96,7 +95,7 @@ class CausalWhisperRecognizer(WhisperRecognizer):
 
     def open(self, source: Source) -> Recording:
         """Opens a recording, and reads it once for its length and hash."""
-        return FramedRecording(source, self.rate, self.mel.hop)
+        return FramedRecording(source, self.rate, self.mel.hop, self.window_frames * self.mel.hop)
 
     def read(self, recording: Any, seek: int, count: int) -> Mapping[str, Tensor]:
         """Returns the encoder inputs of a window; those of a stream with the stream's cache."""
@@ -133,10 +132,11 @@ class FramedRecording(Recording):
         source: Source of the recording.
         rate: Sampling rate in Hz.
         hop: Samples of a frame.
+        window: Most samples of a window.
     """
 
-    def __init__(self, source: Source, rate: int, hop: int) -> None:
-        self._hop = hop
+    def __init__(self, source: Source, rate: int, hop: int, window: int) -> None:
+        self._hop, self._window = hop, window
         super().__init__(source, rate)
 
     @property
@@ -145,10 +145,28 @@ class FramedRecording(Recording):
         return max(1, self.samples // self._hop)
 
     def window_samples(self, seek: int, count: int) -> Any:
-        """Returns the samples of a window, those after the last whole frame included."""
-        last = seek + count >= self.frames
+        """Returns the samples of a window; the last one's may end with a part of a frame."""
+        last, start = seek + count >= self.frames, seek * self._hop
         stop = self.samples if last else (seek + count) * self._hop
-        return self.waveform(seek * self._hop, stop)
+        return self.waveform(start, min(stop, start + self._window))
+
+
+def _scale(options: Mapping[str, Any], path: str) -> float:
+    """Returns the factor of an adapter from its configuration.
+
+    Raises:
+        InputError: The adapter is none of plain LoRA, or its factor is not known.
+    """
+    others = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save")
+    other = next((name for name in others if options.get(name)), None)
+    missing = [name for name in ("r", "lora_alpha") if not options.get(name)]
+    if other or missing:
+        found = f"{other}={options[other]!r}" if other else f"no {' and no '.join(missing)}"
+        raise InputError(
+            f"the adapter_config.json of {path} has {found}; expected plain LoRA with r and "
+            "lora_alpha: merge the adapter into its base, and give the folder of the whole model"
+        )
+    return float(options["lora_alpha"]) / float(options["r"])
 
 
 def _adapter(path: str) -> dict[str, Tensor]:

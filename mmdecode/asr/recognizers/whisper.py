@@ -81,6 +81,7 @@ class WhisperRecognizer(Recognizer):
                 f"reads {model.config.num_mel_bins}; load the processor that belongs to the model"
             )
         self.window_s = self.mel.window_frames * self.frame_s
+        self.refuse(options)  # now with the window of this model
         self.eos_token_ids, self.pad = frozenset((self.prompts.eos,)), self.prompts.pad
         self.max_context = model.config.max_target_positions // 2 - 1
         given = len(self.prompts.hotwords) + len(self.prompts.prompt)

@@ -3,7 +3,8 @@
 The words of a stream are final when they are committed, but some recognisers write no marks, or
 write them only when the sentence is over. A finisher reads committed words and returns each of them
 once, with a mark and capitals, when ``delay`` further words are there, or at a pause or the end of
-the stream, when there is nothing to wait for. It never changes a word, nor what it returned.
+the stream, when there is nothing to wait for. It changes nothing of a word but its case and the
+marks `REPLACED` at its end, and never what it returned.
 
 After a sentence that ended, earlier words are forgotten, as in the source.
 
@@ -35,6 +36,12 @@ from mmdecode.models.punctuation import (
 
 TAGGER = "zoo:punctuation"
 """Name of the tagger that ships."""
+REPLACED = ".,;:?!…"
+"""Marks at the end of a word that are replaced by the tagger's."""
+CLOSING = "\"'”»)]}\u2019"
+"""Quotes and brackets that may follow such a mark."""
+LONGEST = CONTEXT // 2
+"""Most words that wait."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +49,9 @@ class FinishedWord:
     """A word with its mark and case.
 
     Attributes:
-        text: The word with mark and capitals, and with the space before it.
-        word: The word as it was committed.
+        text: The word with mark and capitals, and with the space before it; of a word that is left
+            out, the mark that ends the sentence before it, or nothing.
+        word: The word as it was committed; empty: there is only a mark, after all words.
         mark: The mark after it; empty: none.
         disfluency: ``filler``, ``repair`` or empty.
     """
@@ -57,6 +65,9 @@ class FinishedWord:
 @dataclass(frozen=True, kw_only=True)
 class FinishedUpdate(Update):
     """An update whose committed words are finished.
+
+    The last update may have one entry more in ``committed`` than in ``words`` and ``appeared_s``:
+    the full stop after a last word that was returned before.
 
     Attributes:
         disfluencies: ``filler``, ``repair`` or empty, for each committed word.
@@ -92,14 +103,14 @@ class Finisher:
         delay: int | None = 2,
         fluent: bool = False,
     ) -> None:
-        if delay is not None and delay < 0:
-            raise OptionError(f"delay={delay}; expected 0 or more words, or None")
+        if delay is not None and not 0 <= delay < LONGEST:
+            raise OptionError(f"delay={delay}; expected 0 to {LONGEST - 1} words, or None")
         if not isinstance(tagger, PunctuationTagger):
             tagger = PunctuationTagger.from_pretrained(tagger)
         self.tagger, self.delay, self.fluent = tagger, delay, fluent
         self._words: list[str] = []  # of the sentence, as they were committed
         self._done = 0  # how many of them were returned
-        self._unmarked = False  # whether the last one that was returned has no mark
+        self._unmarked = False  # whether the last one that was shown has no mark
         self._timed: list[Word] = []  # of the words of updates that wait
         self._appeared_s: list[float] = []
 
@@ -117,10 +128,12 @@ class Finisher:
         """
         found: list[FinishedWord] = []
         for word in words:
+            if len(self._words) >= CONTEXT - 1:  # a sentence without end
+                drop = min(self._done, LONGEST)
+                self._words, self._done = self._words[drop:], self._done - drop
             self._words.append(word)
-            if (
-                self.delay is not None and self.waiting > self.delay
-            ) or self.waiting >= CONTEXT // 2:
+            late = self.delay is not None and self.waiting > self.delay
+            if late or self.waiting >= LONGEST:
                 found.append(self._next())
         while pause and self.waiting:
             found.append(self._next())
@@ -156,6 +169,16 @@ class Finisher:
             shown["words"] = [replace(word, text=one.text) for word, one in pairs]
         return FinishedUpdate(**shown)
 
+    def rest(self, audio_s: float) -> FinishedUpdate:
+        """Returns the words that wait as the last update of a stream that failed.
+
+        Args:
+            audio_s: Seconds of audio that the stream transcribed.
+        """
+        words: list[Word] | None = [] if self._timed else None
+        update = Update(audio_s=audio_s, ready_s=audio_s, committed=[], provisional=[], words=words)
+        return self.update(update, last=True)
+
     def finish(self) -> list[FinishedWord]:
         """Returns the words that were waiting; the last one ends a sentence.
 
@@ -178,9 +201,8 @@ class Finisher:
         logits, index = self.tagger.logits(bare, self.delay), self._done
         marks = logits.marks[index]
         if ends:
-            marks = marks.masked_fill(
-                torch.tensor([m not in SENTENCE_ENDS for m in MARKS]), -math.inf
-            )
+            inner = torch.tensor([m not in SENTENCE_ENDS for m in MARKS], device=marks.device)
+            marks = marks.masked_fill(inner, -math.inf)
         mark = int(marks.argmax())
         case, disfluency = (
             int(logits.cases[index].argmax()),
@@ -188,23 +210,45 @@ class Finisher:
         )
         self._done += 1
         found = self._written(index, MARKS[mark], CASES[case], DISFLUENCIES[disfluency])
-        self._unmarked = bool(found.text) and not found.mark
+        if found.text:
+            self._unmarked = not found.mark
         if found.mark in SENTENCE_ENDS:
             self._words, self._done = self._words[self._done :], 0
-        elif len(self._words) >= CONTEXT - 1:  # a sentence without end
-            drop = min(self._done, CONTEXT // 2)
-            self._words, self._done = self._words[drop:], self._done - drop
         return found
 
     def _written(self, index: int, mark: str, case: str, disfluency: str) -> FinishedWord:
         word = self._words[index]
-        space, bare = word[: len(word) - len(word.lstrip())], bare_word(word)
-        if not bare:  # a mark alone
+        if not word.strip().strip(REPLACED):  # marks alone
             return FinishedWord("", word)
-        shown = {"lower": bare.lower(), "first": bare[:1].upper() + bare[1:].lower()}
-        text = space + shown.get(case, bare.upper()) + mark
-        hidden = self.fluent and disfluency
-        return FinishedWord("" if hidden else text, word, mark, disfluency)
+        if self.fluent and disfluency:
+            ends = self._unmarked and mark in SENTENCE_ENDS
+            return FinishedWord(mark if ends else "", word, mark, disfluency)
+        return FinishedWord(written(word, mark, case), word, mark, disfluency)
+
+
+def written(word: str, mark: str, case: str) -> str:
+    """Returns a word in a case, with a mark in place of those at its end.
+
+    Quotes and brackets around it stay, and so does the last full stop of an abbreviation.
+
+    Args:
+        word: The word, with the space before it.
+        mark: The mark; empty: none.
+        case: One of `CASES`.
+    """
+    inner = word.rstrip(CLOSING)
+    text, closing = inner.rstrip(REPLACED), word[len(inner) :]
+    if text == inner:  # no mark to replace
+        text, closing = word, ""
+    elif "." in text and inner[len(text)] == "." and mark != ".":  # p.m.
+        text += "."
+    lower = text.lower()
+    if case == "first":
+        first = next((index for index, c in enumerate(text) if c.isalpha()), 0)
+        text = lower[:first] + lower[first : first + 1].upper() + lower[first + 1 :]
+    else:
+        text = lower if case == "lower" else text.upper()
+    return f"{text}{mark}{closing}"
 
 
 def bare_word(word: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mmdecode.asr.alignment.words import SPACELESS
+from mmdecode.asr.alignment.words import SPACELESS, Token
 from mmdecode.asr.results import Segment, Word
 
 
@@ -72,6 +72,22 @@ def evidence_of(
                 smallest[word] = min(smallest[word], held)
         begin, held = end, math.inf
     return [-math.inf if number == math.inf else number for number in smallest]
+
+
+def following(
+    segments: Sequence[Sequence[int]], is_text: Callable[[int], bool]
+) -> list[list[Token]]:
+    """Returns the tokens of segments with the number of text tokens after each as evidence.
+
+    Args:
+        segments: Tokens of each segment, in order.
+        is_text: Whether a token is text, see `Recognizer.is_text`.
+    """
+    left = sum(is_text(token) for tokens in segments for token in tokens)
+    return [
+        [Token.weighed(int(token), left := left - is_text(token)) for token in tokens]
+        for tokens in segments
+    ]
 
 
 def _written(text: str) -> str:

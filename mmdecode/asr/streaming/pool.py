@@ -30,7 +30,7 @@ import numpy as np
 from mmdecode.asr.decoding.long_form import HINT
 from mmdecode.asr.options import TranscribeOptions
 from mmdecode.asr.results import Failure
-from mmdecode.asr.streaming.policies import CommitPolicy
+from mmdecode.asr.streaming.policies import CommitPolicy, Stable
 from mmdecode.asr.streaming.stream import Stream, Update
 from mmdecode.asr.transcriber import Transcriber, failure_of
 from mmdecode.errors import MMDecodeError, OptionError, OverloadError, refuse_unknown
@@ -209,9 +209,9 @@ class StreamPool:
         self.lock = threading.RLock()  # of what streams and pool hold
         self._in_round = threading.Lock()
         self._streams: list[PooledStream] = []
-        self._shared: WeakValueDictionary[tuple[TranscribeOptions, bool], Transcriber] = (
-            WeakValueDictionary()
-        )
+        self._shared: WeakValueDictionary[
+            tuple[TranscribeOptions, bool, Stable | None], Transcriber
+        ] = WeakValueDictionary()
         self._numbers, self._turns = count(), count()
 
     def __len__(self) -> int:
@@ -257,8 +257,9 @@ class StreamPool:
         transcriber = self.transcriber.with_options(**options) if options else self.transcriber
         stream = Stream(transcriber, policy, step_s, longest_s, redraft)
         with self.lock:
-            # streams with the same options share a transcriber, so that their steps share a batch
-            kind = stream.transcriber.options, redraft
+            # streams that decode alike share a transcriber, so that their steps share a batch
+            rule = stream.policy if isinstance(stream.policy, Stable) else None
+            kind = stream.transcriber.options, redraft, rule
             stream.transcriber = self._shared.setdefault(kind, stream.transcriber)
             number = next(self._numbers)
             opened = PooledStream(self, stream, str(number) if name is None else name)

@@ -11,11 +11,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mmdecode.asr.alignment.words import Token
 from mmdecode.asr.decoding.repetition import first_round_end
 from mmdecode.asr.results import Transcript, Word
 from mmdecode.asr.streaming.commits import Commits, bare
-from mmdecode.asr.streaming.hypothesis import Hypothesis, evidence_of, words_of
+from mmdecode.asr.streaming.hypothesis import Hypothesis, evidence_of, following, words_of
 from mmdecode.asr.streaming.policies import LOGIT, TIME, CommitPolicy, Stable, policy_of
 from mmdecode.asr.streaming.setting import continuing, options_for, redrafting
 from mmdecode.asr.transcriber import Transcriber
@@ -345,6 +344,10 @@ class Stream:
             if end_s * self.rate > cut
             for token in own
         ]
+        if isinstance(self.policy, Stable):  # timestamps that close the text are decided again
+            is_text = self.transcriber.recognizer.is_text
+            while self._draft and not is_text(self._draft[-1]):
+                self._draft.pop()
         if count > end:
             self._commits.commit(count - end)
             end = count
@@ -359,8 +362,10 @@ class Stream:
         timed: list[Word] = []
         evidence: list[float] = []
         ends, tokens = [], []
-        left = sum(len(segment.tokens) for segment in found.segments)
-        for segment in found.segments:
+        weighed: Sequence[Sequence[Any]] = [segment.tokens for segment in found.segments]
+        if self.policy.evidence == LOGIT:
+            weighed = following(weighed, self.transcriber.recognizer.is_text)
+        for segment, given in zip(found.segments, weighed, strict=True):
             own = words_of(segment, found.language)
             words += own
             timed += [
@@ -370,10 +375,7 @@ class Stream:
             if self.policy.evidence == TIME:
                 evidence += [self.audio_s - word.end_s for word in timed[len(evidence) :]]
             elif self.policy.evidence is not None:
-                weighed = segment.tokens
-                if self.policy.evidence == LOGIT:
-                    weighed = [Token.weighed(int(token), left := left - 1) for token in weighed]
-                evidence += evidence_of(weighed, own, self.transcriber.recognizer.text)
+                evidence += evidence_of(given, own, self.transcriber.recognizer.text)
             ends.append((segment.end_s, len(words)))
             tokens.append(list(segment.tokens))
         if self._commits.count:  # language detection is unreliable on the first seconds
