@@ -24,7 +24,13 @@ from mmdecode.asr.streaming.finisher import TAGGER, Finisher
 from mmdecode.errors import run_script
 from mmdecode.evaluation.speed.stopwatch import load, machine
 from mmdecode.models.punctuation import CASES, DISFLUENCIES, MARKS, PunctuationTagger
-from mmdecode.train.punctuation import Word, disfluent, grammar_paragraphs, handbook, labelled
+from mmdecode.train.punctuation import (
+    LabelledWord,
+    disfluent,
+    grammar_paragraphs,
+    handbook,
+    labelled,
+)
 from mmdecode.zoo.real_clips import all_clips
 
 DELAYS: tuple[int | None, ...] = (0, 2, 5, None)
@@ -34,7 +40,7 @@ LEAST = 200
 
 
 def measured(
-    tagger: PunctuationTagger, paragraphs: Sequence[Sequence[Word]], delay: int | None
+    tagger: PunctuationTagger, paragraphs: Sequence[Sequence[LabelledWord]], delay: int | None
 ) -> dict[str, Any]:
     """Counts of right, wrong and missed labels, and the time per word."""
     right, found, there = Counter[str](), Counter[str](), Counter[str]()

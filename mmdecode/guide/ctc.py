@@ -7,9 +7,11 @@ and a weight w
 
     log q(c) = (1 - w) log p(c) + w (log psi(hc) - log psi(h)).
 
-Labels and end share the probability that p gives them together. Ids that the head does not have, as
-timestamps, keep their own. Only the decoder's most likely labels are scored; the others are
-excluded. A text that goes round in circles, or that nobody has spoken, has a small prefix score.
+A token that the head does not have is spelled with its labels, as in the head's training, and
+scored by all of them. Labels and end share the probability that p gives them together. Ids without
+a spelling, such as timestamps, keep their own, and the prefix stays as it is. Only the decoder's
+most likely labels are scored; the others are excluded. A text that goes round in circles, or that
+nobody has spoken, has a small prefix score.
 
 Scores are computed in float64, by two cumulative sums per label instead of a loop over frames. With
 the sums ``X_t`` of a label's log-probabilities and ``B_t`` of the blank's up to frame t,
@@ -138,6 +140,27 @@ class PrefixScorer:
         index = labels.flatten(1)[..., None].expand(-1, -1, frames.shape[-1])
         return (before + frames.gather(1, index).unflatten(1, size)).logsumexp(-1)
 
+    def spelled(self, prefixes: Prefixes, labels: Tensor) -> Prefixes:
+        """Returns the prefixes ``(B, N)`` with up to K labels ``(B, N, K)`` more; 0: no label."""
+        for step in range(int((labels > 0).any(0).any(0).sum())):
+            longer = self.extended(prefixes, labels[..., step])
+            prefixes = longer.where(labels[..., step] > 0, prefixes)
+        return prefixes
+
+    def spelled_scores(self, prefixes: Prefixes, labels: Tensor) -> Tensor:
+        """Returns log prefix scores with each of C spelled tokens more, ``(B, N, C)``.
+
+        Args:
+            prefixes: Prefixes ``(B, N)``.
+            labels: Labels ``(B, N, C, K)``; 0: no label.
+        """
+        if not bool((labels[..., 1:] > 0).any()):
+            return self.scores(prefixes, labels[..., 0])
+        size = labels.shape[1:3]
+        rows = torch.arange(size[0], device=labels.device).repeat_interleave(size[1])
+        wide = prefixes.at(rows.expand(len(labels), -1))
+        return self.spelled(wide, labels.flatten(1, 2)).score.unflatten(1, size)
+
     def _before(self, prefixes: Prefixes, labels: Tensor) -> Tensor:
         """Returns phi of the frames before each frame, ``(B, N, T)``."""
         either = torch.logaddexp(prefixes.label, prefixes.blank)
@@ -151,15 +174,15 @@ class Constants:
 
     Attributes:
         scorer: Prefix scores of the rows.
-        index: Label of each id of the vocabulary, ``(V,)``; 0: the head does not have it.
-        shared: Whether an id is a label or the end, ``(V,)`` bool.
+        labels: Labels that spell each id of the vocabulary, ``(V, K)``; 0: no further one.
+        shared: Whether an id has labels or is the end, ``(V,)`` bool.
         ends: Ids of the end.
         ids: Generated ids that ``prefixes`` are for, ``(B, L)``, -1 beyond a row's length.
         prefixes: Their scores, ``(B, 1)``.
     """
 
     scorer: PrefixScorer
-    index: Tensor
+    labels: Tensor
     shared: Tensor
     ends: Tensor
     ids: Tensor
@@ -237,15 +260,12 @@ class CTCScore(Guide):
     def begin(self, call: Call, prefill: Mapping[str, BranchOutput]) -> Constants:
         """Runs the head on the encoder's states."""
         scorer = PrefixScorer(self.frames(call))
-        size = prefill["main"].logits.shape[-1]
-        ids = self.head.ids.to(call.device)
-        index = ids.new_zeros(size)
-        index[ids] = torch.arange(1, len(ids) + 1, device=call.device)
-        shared = index > 0
+        labels = self.head.labels(prefill["main"].logits.shape[-1]).to(call.device)
+        shared = labels[:, 0] > 0
         ends = call.request.eos_token_ids
         shared[ends] = True
-        nothing = ids.new_zeros(call.batch, 0)
-        return Constants(scorer, index, shared, ends, nothing, scorer.empty())
+        nothing = labels.new_zeros(call.batch, 0)
+        return Constants(scorer, labels, shared, ends, nothing, scorer.empty())
 
     def frames(self, call: Call) -> Tensor:
         """Returns the head's log-probabilities of each frame, ``(B, T, labels)``."""
@@ -276,10 +296,11 @@ class CTCScore(Guide):
             prefixes: Prefixes ``(B, N + 1)``.
         """
         own = logits.double().log_softmax(-1)
-        labelled = own.masked_fill(constants.index == 0, -torch.inf)
-        count = self.candidates or int((constants.index > 0).sum())
+        known = constants.labels[:, 0] > 0
+        labelled = own.masked_fill(~known, -torch.inf)
+        count = self.candidates or int(known.sum())
         best, ids = labelled.topk(min(count, labelled.shape[-1]), -1)
-        scores = constants.scorer.scores(prefixes, constants.index[ids])
+        scores = constants.scorer.spelled_scores(prefixes, constants.labels[ids])
         gained = (scores - prefixes.score[..., None]).clamp_min(self.floor)
         scored = torch.full_like(own, -torch.inf)
         scored.scatter_(-1, ids, (1 - self.weight) * best + self.weight * gained)
@@ -301,12 +322,12 @@ class CTCScore(Guide):
         parents = pad(parents + 1, (1, 0)).expand(call.batch, -1)
         depths = pad(depths, (1, 0)).expand(call.batch, -1)
         tokens = pad(proposal.tokens, (1, 0), value=-1)
-        labels = constants.index[tokens.clamp_min(0)].masked_fill(tokens < 0, 0)
+        labels = constants.labels[tokens.clamp_min(0)] * (tokens >= 0)[..., None]
         found = root.at(torch.zeros_like(parents))
         for depth in range(1, int(depths.max()) + 1):
             above = found.at(parents)
-            longer = constants.scorer.extended(above, labels)
-            found = longer.where(labels > 0, above).where(depths == depth, found)
+            longer = constants.scorer.spelled(above, labels)
+            found = longer.where(depths == depth, found)
         return found
 
     def _committed(self, constants: Constants, call: Call) -> Prefixes:
@@ -322,8 +343,7 @@ class CTCScore(Guide):
         before = pad(before, (0, count - known), value=-1)
         for column in (ids != before).any(0).nonzero()[:, 0].tolist():
             new = (ids[:, column] != before[:, column])[:, None]
-            labels = constants.index[ids[:, column].clamp_min(0)][:, None]
-            longer = constants.scorer.extended(prefixes, labels)
-            prefixes = longer.where(new & (labels > 0), prefixes)
+            labels = constants.labels[ids[:, column].clamp_min(0)][:, None]
+            prefixes = constants.scorer.spelled(prefixes, labels * new[..., None])
         constants.ids, constants.prefixes = ids, prefixes
         return prefixes

@@ -2,8 +2,8 @@
 
 The encoder's states form blocks of ``chunk`` states. A state attends to its own block and to all
 earlier ones, so that later audio never changes it. `CausalWhisperEncoder` computes all states in
-one pass with a mask, `IncrementalEncoder` computes each block once, with the keys and values of the
-blocks before it; both give the same states up to rounding.
+one pass with a mask, `IncrementalWhisperEncoder` computes each block once, with the keys and values
+of the blocks before it; both give the same states up to rounding.
 
 A state reads a little audio after its own end: the convolutions reach one mel frame further, and a
 mel frame reaches half a Fourier window further. With Whisper's window of 25 ms this is 12.5 ms. A
@@ -215,7 +215,7 @@ Past = tuple[Tensor, Tensor]
 """Keys and values of earlier states in a layer, ``(1, heads, S, D)`` each."""
 
 
-class IncrementalEncoder:
+class IncrementalWhisperEncoder:
     """Encodes the samples of one window, in parts of any size, every block once.
 
     `feed` returns each state once, as soon as its block is final; `provisional` returns the states

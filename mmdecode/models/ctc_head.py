@@ -33,17 +33,21 @@ class CTCHead(SavedDrafter):
         config: ``source_size`` (width of the encoder's states), ``hidden_size`` (width of the token
             embeddings), ``inner_size`` (width of the convolutions), ``kernel`` (their odd width in
             states), ``strides`` (one per convolution) and ``subwords`` (their number N); where
-            known, ``vocab_size``, the number of token embeddings. With ``heads`` there is a
-            Transformer layer before the convolutions, with so many attention heads and a
-            feed-forward part of ``feed_forward``; ``strides`` may then be empty.
+            known, ``vocab_size``, the number of token embeddings, and ``spelled``, the most labels
+            that spell a token of the model. With ``heads`` there is a Transformer layer before the
+            convolutions, with so many attention heads and a feed-forward part of ``feed_forward``;
+            ``strides`` may then be empty.
 
     Attributes:
         ids: Token ids of the subwords, in the decoder's vocabulary, ``(N,)``.
+        spellings: Labels that spell each token of the decoder, ``(vocab_size, spelled)``, 0 after
+            the last one; no columns: only the subwords themselves are known.
     """
 
     kind = "ctc"
 
     ids: Tensor
+    spellings: Tensor
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
@@ -70,6 +74,21 @@ class CTCHead(SavedDrafter):
         self.blank = nn.Parameter(torch.zeros(config["hidden_size"]))
         self.bias = nn.Parameter(torch.zeros(config["subwords"] + 1))
         self.register_buffer("ids", torch.zeros(config["subwords"], dtype=torch.long))
+        spelled = config.get("spelled", 0)
+        table = torch.zeros(config["vocab_size"] if spelled else 0, spelled, dtype=torch.int16)
+        self.register_buffer("spellings", table, persistent=bool(spelled))
+
+    def labels(self, size: int) -> Tensor:
+        """Returns the labels that spell each id of a vocabulary, ``(size, K)``; 0: no further one.
+
+        Args:
+            size: Size of the vocabulary.
+        """
+        found = self.ids.new_zeros(size, max(1, self.spellings.shape[1]))
+        found[self.ids, 0] = torch.arange(1, len(self.ids) + 1, device=found.device)
+        if self.spellings.shape[1]:
+            found[: len(self.spellings)] = self.spellings[:size]
+        return found
 
     def lengths(self, lengths: Tensor) -> Tensor:
         """Returns the number of frames of logits for each number of encoder states."""

@@ -141,8 +141,10 @@ class MaskedDecoder(nn.Module):
         """Computes logits ``(B, L, V)`` of texts ``(L,)`` with encoder states ``(S, H)`` each."""
         ids, read = pad_sequence([*tokens], True, self.mask), pad_sequence([*states], True)
         order = torch.arange(max(ids.shape[1], read.shape[1]), device=ids.device)
-        no_token = order[: ids.shape[1]] >= torch.tensor([[len(one)] for one in tokens])
-        no_state = order[: read.shape[1]] >= torch.tensor([[len(one)] for one in states])
+        sizes = [[len(text), len(own)] for text, own in zip(tokens, states, strict=True)]
+        lengths = torch.tensor(sizes, device=ids.device)
+        no_token = order[: ids.shape[1]] >= lengths[:, :1]
+        no_state = order[: read.shape[1]] >= lengths[:, 1:]
         x = self.tokens(ids) + self.positions.weight[: ids.shape[1]]
         for layer in self.layers:
             x = layer(x, read, tgt_key_padding_mask=no_token, memory_key_padding_mask=no_state)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-Labels = tuple[int, ...]
+LabelIds = tuple[int, ...]
 Key = TypeVar("Key", bound=Hashable)
 
 
@@ -39,29 +39,30 @@ class SegmentalModel(Protocol):
 
     frames: int
 
-    def end(self, labels: Labels, begin: int, frame: int) -> float:
+    def end(self, labels: LabelIds, begin: int, frame: int) -> float:
         """Returns the log-odds that the open segment ends after a frame.
 
         Args:
-            labels: Labels before the segment.
+            labels: LabelIds before the segment.
             begin: First frame of the segment.
             frame: The frame.
         """
 
-    def label(self, labels: Labels, begin: int, stop: int) -> Tensor:
+    def label(self, labels: LabelIds, begin: int, stop: int) -> Tensor:
         """Returns log-probabilities ``(V,)`` of the label of a segment ``begin .. stop - 1``."""
 
 
-class Path(NamedTuple):
+class SegmentalHypothesis(NamedTuple):
     """A hypothesis.
 
     Attributes:
         labels: Its labels.
-        ends: Frame after each label's segment; those of the best segmentation.
+        ends: Frame after each label's segment; where hypotheses were recombined, those of the more
+            likely one.
         score: Its log-probability.
     """
 
-    labels: Labels
+    labels: LabelIds
     ends: tuple[int, ...]
     score: float
 
@@ -72,7 +73,7 @@ def search(
     total: bool = False,
     scale: float = 1.0,
     candidates: int | None = None,
-) -> list[Path]:
+) -> list[SegmentalHypothesis]:
     """Finds the most likely label sequences, best first.
 
     Args:
@@ -85,9 +86,11 @@ def search(
     """
     join: Callable[[float, float], float] = _logaddexp if total else max
     # by labels and first frame of the open segment
-    active: dict[tuple[Labels, int], Path] = {((), 0): Path((), (), 0.0)}
+    active: dict[tuple[LabelIds, int], SegmentalHypothesis] = {
+        ((), 0): SegmentalHypothesis((), (), 0.0)
+    }
     for frame in range(model.frames):
-        found: dict[tuple[Labels, int], Path] = {}
+        found: dict[tuple[LabelIds, int], SegmentalHypothesis] = {}
         for (labels, begin), path in active.items():
             odds = model.end(labels, begin, frame)
             ends, goes_on = -_softplus(-odds), -_softplus(odds)
@@ -97,18 +100,21 @@ def search(
             best = chances.topk(min(candidates or len(chances), len(chances)))
             for label, chance in zip(best.indices.tolist(), best.values.tolist(), strict=True):
                 score = path.score + scale * ends + chance
-                grown = Path((*labels, label), (*path.ends, frame + 1), score)
+                grown = SegmentalHypothesis((*labels, label), (*path.ends, frame + 1), score)
                 _put(found, (grown.labels, frame + 1), grown, join)
         kept = sorted(found.items(), key=lambda pair: -pair[1].score)[:beam]
         active = dict(kept)
-    finished: dict[Labels, Path] = {}
+    finished: dict[LabelIds, SegmentalHypothesis] = {}
     for path in active.values():
         _put(finished, path.labels, path, join)
     return sorted(finished.values(), key=lambda path: -path.score)
 
 
 def _put(
-    into: dict[Key, Path], key: Key, path: Path, join: Callable[[float, float], float]
+    into: dict[Key, SegmentalHypothesis],
+    key: Key,
+    path: SegmentalHypothesis,
+    join: Callable[[float, float], float],
 ) -> None:
     """Adds a hypothesis, recombined with the one of the same key."""
     before = into.get(key)
@@ -182,10 +188,10 @@ class SegmentalDecoder(nn.Module):
 
         Args:
             states: Encoder states, ``(S, source)``.
-            labels: Labels, ``(L,)``.
+            labels: LabelIds, ``(L,)``.
             stops: Frame after each segment, ``(L,)``, increasing.
         """
-        frames = torch.arange(len(states))
+        frames = torch.arange(len(states), device=states.device)
         begins = torch.cat([stops.new_zeros(1), stops])
         context = self.context(labels)
         number = torch.searchsorted(stops, frames, right=True)  # segment of each frame
@@ -207,22 +213,22 @@ class Recorded:
 
     def __init__(self, decoder: SegmentalDecoder, states: Tensor) -> None:
         self.decoder, self.states, self.frames = decoder, states, len(states)
-        self._contexts: dict[Labels, Tensor] = {}
+        self._contexts: dict[LabelIds, Tensor] = {}
 
-    def _context(self, labels: Labels) -> Tensor:
+    def _context(self, labels: LabelIds) -> Tensor:
         if labels not in self._contexts:
             ids = torch.tensor(labels, dtype=torch.long)
             self._contexts[labels] = self.decoder.context(ids)[-1]
         return self._contexts[labels]
 
     @torch.no_grad()
-    def end(self, labels: Labels, begin: int, frame: int) -> float:
+    def end(self, labels: LabelIds, begin: int, frame: int) -> float:
         """See `SegmentalModel.end`."""
         length = torch.tensor(frame - begin)
         return float(self.decoder.ends(self.states[frame], self._context(labels), length))
 
     @torch.no_grad()
-    def label(self, labels: Labels, begin: int, stop: int) -> Tensor:
+    def label(self, labels: LabelIds, begin: int, stop: int) -> Tensor:
         """See `SegmentalModel.label`."""
         own = self.states[begin:stop]
         segment = torch.ones(1, len(own), dtype=torch.bool)

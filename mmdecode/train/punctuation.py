@@ -44,7 +44,7 @@ _WORD = re.compile(
 )
 
 
-class Word(NamedTuple):
+class LabelledWord(NamedTuple):
     """A word with its labels, indices into those of `mmdecode.models.punctuation`."""
 
     text: str
@@ -84,9 +84,9 @@ class PunctuationOptions:
     seed: int = 0
 
 
-def labelled(paragraph: str) -> list[Word]:
+def labelled(paragraph: str) -> list[LabelledWord]:
     """Splits a paragraph into words with labels; words that are code or numbers keep their text."""
-    found: list[Word] = []
+    found: list[LabelledWord] = []
     for piece in paragraph.split():
         match = _WORD.fullmatch(piece)
         if match is None:
@@ -97,11 +97,11 @@ def labelled(paragraph: str) -> list[Word]:
         mark = MARKS.index(_MARK_OF[marks[0]]) if marks else 0
         alphabetic = [c for c in text if c.isalpha()]
         upper = len(alphabetic) > 1 and all(c.isupper() for c in alphabetic)
-        found.append(Word(text.casefold(), mark, 2 if upper else int(text[0].isupper())))
+        found.append(LabelledWord(text.casefold(), mark, 2 if upper else int(text[0].isupper())))
     return found
 
 
-def handbook(part: Literal["train", "test"], folder: Path = HANDBOOK) -> list[list[Word]]:
+def handbook(part: Literal["train", "test"], folder: Path = HANDBOOK) -> list[list[LabelledWord]]:
     """Returns the paragraphs of the handbook's sections, by a hash of their names.
 
     Args:
@@ -128,7 +128,9 @@ def handbook(part: Literal["train", "test"], folder: Path = HANDBOOK) -> list[li
     return found
 
 
-def grammar_paragraphs(count: int, seed: int, side: Literal["train", "test"]) -> list[list[Word]]:
+def grammar_paragraphs(
+    count: int, seed: int, side: Literal["train", "test"]
+) -> list[list[LabelledWord]]:
     """Returns paragraphs of three to eight sentences of the grammar."""
     rng = random.Random(f"paragraphs/{side}/{seed}")
     sentences = iter(grammar.sentences(9 * count, seed, side))
@@ -137,7 +139,9 @@ def grammar_paragraphs(count: int, seed: int, side: Literal["train", "test"]) ->
     ]
 
 
-def disfluent(words: Sequence[Word], rng: random.Random, rate: float = 0.06) -> list[Word]:
+def disfluent(
+    words: Sequence[LabelledWord], rng: random.Random, rate: float = 0.06
+) -> list[LabelledWord]:
     """Inserts fillers, repetitions and restarts before words.
 
     Args:
@@ -146,30 +150,30 @@ def disfluent(words: Sequence[Word], rng: random.Random, rate: float = 0.06) -> 
         rate: Share of words before which something is inserted.
     """
     filler, repair = DISFLUENCIES.index("filler"), DISFLUENCIES.index("repair")
-    found: list[Word] = []
+    found: list[LabelledWord] = []
     for index, word in enumerate(words):
         kind = rng.random() / rate
         if kind < 0.5:
-            found += [Word(part, 0, 0, filler) for part in rng.choice(FILLERS).split()]
+            found += [LabelledWord(part, 0, 0, filler) for part in rng.choice(FILLERS).split()]
         elif kind < 0.8:  # a repetition of the next one or two words
             count = rng.randint(1, 2)
-            found += [Word(w.text, 0, w.case, repair) for w in words[index : index + count]]
+            found += [LabelledWord(w.text, 0, w.case, repair) for w in words[index : index + count]]
         elif kind < 1.0:  # up to two of the next words, a wrong one, then all of them again
             count, wrong = rng.randint(0, 2), rng.choice(words)
             attempt = [*words[index : index + count], wrong]
-            found += [Word(w.text, 0, w.case, repair) for w in attempt]
+            found += [LabelledWord(w.text, 0, w.case, repair) for w in attempt]
         found.append(word)
     return found
 
 
-def excerpt(words: Sequence[Word], rng: random.Random) -> list[Word]:
+def excerpt(words: Sequence[LabelledWord], rng: random.Random) -> list[LabelledWord]:
     """Returns up to `CONTEXT` words from the start of a sentence on, sometimes from anywhere."""
     starts = [0, *(i + 1 for i, word in enumerate(words[:-1]) if word.mark in (2, 3))]
     start = rng.choice(starts) if rng.random() < 0.85 else rng.randrange(len(words))
     return list(words[start : start + rng.randint(4, CONTEXT)])
 
 
-def tagger_loss(logits: Labels, texts: Sequence[Sequence[Word]]) -> Tensor:
+def tagger_loss(logits: Labels, texts: Sequence[Sequence[LabelledWord]]) -> Tensor:
     """Sums the cross-entropies of the three kinds of labels, each per word."""
     width = logits.marks.shape[1]
 
@@ -185,8 +189,8 @@ def tagger_loss(logits: Labels, texts: Sequence[Sequence[Word]]) -> Tensor:
 
 
 def train_tagger(
-    prose: Sequence[Sequence[Word]],
-    sentences: Sequence[Sequence[Word]],
+    prose: Sequence[Sequence[LabelledWord]],
+    sentences: Sequence[Sequence[LabelledWord]],
     options: PunctuationOptions,
 ) -> PunctuationTagger:
     """Trains a tagger.

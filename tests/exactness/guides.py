@@ -212,12 +212,16 @@ class Unheard(WhisperCD):
 
 
 class HeardFrames(CTCScore):
-    """A head that finds the same frames in every row; the last of four tokens is no label."""
+    """A head that finds the same frames in every row.
+
+    Of four tokens two are labels, one is spelled with both, and the last has no spelling.
+    """
 
     def __init__(self):
         sizes = {"source_size": 4, "hidden_size": 4, "inner_size": 4, "kernel": 3}
-        head = CTCHead({**sizes, "strides": [1], "subwords": 3})
-        head.ids.copy_(torch.tensor([2, 0, 1]))
+        head = CTCHead({**sizes, "strides": [1], "subwords": 2, "vocab_size": 4, "spelled": 2})
+        head.ids.copy_(torch.tensor([2, 0]))
+        head.spellings.copy_(torch.tensor([[2, 0], [2, 1], [1, 0], [0, 0]]))
         super().__init__(head, weight=0.4, candidates=2)
 
     def needs(self, adapter):
@@ -225,7 +229,7 @@ class HeardFrames(CTCScore):
 
     def frames(self, call):
         generator = torch.Generator().manual_seed(3)
-        return torch.randn(1, 9, 4, generator=generator).log_softmax(-1).repeat(call.batch, 1, 1)
+        return torch.randn(1, 9, 3, generator=generator).log_softmax(-1).repeat(call.batch, 1, 1)
 
 
 class Characters:

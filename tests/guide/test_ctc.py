@@ -14,6 +14,8 @@ from tests.draft.test_ctc import random_head
 from tests.support import tiny
 
 FRAMES, LABELS = 5, 2
+VOCAB = 100
+"""Size of the vocabulary of the tiny Whisper."""
 
 
 def collapsed(path):
@@ -99,6 +101,23 @@ def test_certain_blanks_after_the_audio_change_nothing():
         assert float(one.ends - two.ends) == pytest.approx(0, abs=1e-6)
 
 
+@pytest.mark.parametrize("fault", [None, "the first label alone counts"])
+def test_a_spelled_token_has_the_score_of_its_labels(fault):
+    log_probs = frame_probabilities(0)
+    texts, scorer = enumerated(log_probs), PrefixScorer(log_probs)
+    spellings = torch.tensor([[1, 0, 0], [2, 1, 0], [1, 1, 2], [2, 2, 0]])
+    if fault:
+        spellings[:, 1:] = 0
+    wrong = 0
+    for text, found in prefixes_of(scorer, 2):
+        scores = scorer.spelled_scores(found, spellings[None, None])[0, 0].exp()
+        for score, more in zip(scores.tolist(), [(1,), (2, 1), (1, 1, 2), (2, 2)], strict=True):
+            whole = (*text, *more)
+            begins = sum(chance for own, chance in texts.items() if own[: len(whole)] == whole)
+            wrong += score != pytest.approx(begins, abs=1e-9)
+    assert bool(wrong) == bool(fault)
+
+
 def test_long_recordings_do_not_underflow():
     """1500 frames, 50 labels, against a loop over frames."""
     log_probs = frame_probabilities(2, 1500, 50)
@@ -165,12 +184,65 @@ def test_remembered_scores_are_those_of_the_text(monkeypatch):
     assert torch.equal(guided("lookup"), expected)
 
 
-def test_weight_one_follows_the_head_alone():
-    """With the whole weight and all labels, labels are chosen by the prefix score."""
-    head = random_head()
-    found = guided(weight=1.0, head=head, candidates=0, batch=1)
-    other = guided(weight=1.0, head=random_head(1), candidates=0, batch=1)
-    assert not torch.equal(found, other)
+@pytest.mark.parametrize("fault", [None, "scores of the frames"])
+@pytest.mark.parametrize("spelled", [False, True])
+def test_weight_one_follows_the_head_alone(monkeypatch, spelled, fault):
+    """With the whole weight and all labels, greedy decoding is the head's greedy prefix search."""
+    head, made = spelling_head() if spelled else random_head(), []
+    monkeypatch.setattr(CTCScore, "begin", noting(CTCScore.begin, made))
+    if fault:
+        monkeypatch.setattr(PrefixScorer, "scores", frame_scores)
+        monkeypatch.setattr(PrefixScorer, "spelled_scores", frame_scores)
+    text = guided(weight=1.0, head=head, candidates=0, batch=1)[0].tolist()
+    constants, scorer = made[0], PrefixScorer(made[0].scorer.log_probs)
+    labels, prefixes, agreed, wrong = constants.labels, scorer.empty(), 0, 0
+    monkeypatch.undo()
+    tokens = (labels[:, 0] > 0).nonzero()[:, 0]
+    for token in text[-tiny.NEW :]:
+        scores = scorer.spelled_scores(prefixes, labels[tokens][None, None])[0, 0]
+        best = max(float(scores.max()), float(prefixes.ends))
+        if int(labels[token, 0]):
+            own = float(scores[tokens == token])
+            agreed += own == pytest.approx(best, abs=1e-9)
+            wrong += own != pytest.approx(best, abs=1e-9)
+            prefixes = scorer.spelled(prefixes, labels[token][None, None])
+    assert (agreed > 3 and not wrong) if not fault else wrong
+
+
+def frame_scores(self, prefixes, labels):
+    """The label's largest probability in any frame, whatever came before."""
+    first = labels if labels.dim() == 3 else labels[..., 0]
+    return self.log_probs.amax(1)[0][first]
+
+
+def noting(begin, made):
+    def begins(self, call, prefill):
+        made.append(begin(self, call, prefill))
+        return made[-1]
+
+    return begins
+
+
+def spelling_head():
+    """A head whose subwords also spell other tokens."""
+    plain = random_head()
+    head = type(plain)({**plain.config, "vocab_size": VOCAB, "spelled": 3})
+    head.load_state_dict({**plain.state_dict(), "spellings": head.spellings})
+    table = plain.labels(VOCAB).to(torch.int16)
+    head.spellings[:, :1] = table
+    free = (table[:, 0] == 0).nonzero()[:30, 0]
+    spelled = torch.randint(1, 21, (30, 3), generator=torch.Generator().manual_seed(2))
+    head.spellings[free] = spelled.to(torch.int16)
+    return head
+
+
+@pytest.mark.parametrize("draft", ["lookup", "medusa-less", "ctc"])
+def test_ids_are_the_same_with_any_draft_where_tokens_are_spelled(draft):
+    head = spelling_head()
+    made = {"lookup": "lookup", "ctc": CTC(random_head()), "medusa-less": "lookahead"}[draft]
+    expected = guided(head=head)
+    assert torch.equal(guided(made, head=head), expected)
+    assert not torch.equal(expected, guided())
 
 
 def test_what_cannot_be_is_refused():

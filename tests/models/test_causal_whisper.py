@@ -19,7 +19,7 @@ from mmdecode.checkpoints import local_path
 from mmdecode.errors import InputError, OptionError, ShapeError
 from mmdecode.models import causal_whisper as ours
 from mmdecode.models.causal_whisper import (
-    IncrementalEncoder,
+    IncrementalWhisperEncoder,
     from_published,
     merged,
     running_features,
@@ -49,7 +49,7 @@ def one_pass(model, processor, samples):
 
 
 def encoder_of(model, processor):
-    return IncrementalEncoder(model.get_encoder(), mel_of(model, processor))
+    return IncrementalWhisperEncoder(model.get_encoder(), mel_of(model, processor))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -24,6 +24,13 @@ PIECES = ["<unk>", *"_abcdein", "_an", "_bed", "ade", "<0x0A>", "in", "_cabin"]
 
 class Tokenizer:
     unk_token_id = 0
+    all_special_ids = (0,)
+
+    def __len__(self):
+        return len(PIECES)
+
+    def get_added_vocab(self):
+        return {"ade": PIECES.index("ade")}
 
     def convert_ids_to_tokens(self, token):
         return PIECES[token]
@@ -58,6 +65,17 @@ def test_tokens_that_nothing_spells_are_left_out():
     assert len(speller.ids) == 3
     assert speller.spelled(ids_of("_cabin", "<0x0A>")) == []
     assert ids_of("<0x0A>")[0] in Speller(Tokenizer(), [ids_of("<0x0A>")], 9).ids
+
+
+def test_labels_of_all_tokens_are_their_spellings():
+    speller = Speller(Tokenizer(), [ids_of("_an", "in", "_", "c", "a", "b", "<0x0A>")], 20)
+    pieces = ["", *(PIECES[token] for token in speller.ids)]
+    labels = speller.labels(Tokenizer(), len(PIECES) + 3)
+    found = [[pieces[label] for label in row if label] for row in labels.tolist()]
+    assert found[PIECES.index("_cabin")] == ["_", "c", "a", "b", "in"]
+    assert found[PIECES.index("_an")] == ["_an"] and found[PIECES.index("<0x0A>")] == ["<0x0A>"]
+    assert found[PIECES.index("_bed")] == found[PIECES.index("ade")] == []  # no e; not text
+    assert found[0] == [] and found[-3:] == [[]] * 3 and labels.shape[1] == 5
 
 
 def collapsed(path):

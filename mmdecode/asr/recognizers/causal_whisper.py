@@ -30,7 +30,7 @@ from mmdecode.checkpoints import code_trusted, local_path
 from mmdecode.errors import InputError
 from mmdecode.models.causal_whisper import (
     CausalWhisperForConditionalGeneration,
-    IncrementalEncoder,
+    IncrementalWhisperEncoder,
     causal_form,
     merged,
     window_features,
@@ -122,7 +122,7 @@ class CausalWhisperRecognizer(WhisperRecognizer):
 
     def encoder_cache(self) -> EncoderCache:
         """Returns a cache for the windows of one stream, which encodes only new samples."""
-        return cache_for(self, lambda: IncrementalEncoder(self.encoder, self.mel))
+        return cache_for(self, lambda: IncrementalWhisperEncoder(self.encoder, self.mel))
 
 
 class FramedRecording(Recording):

@@ -117,6 +117,10 @@ def collect(
             yield Sample(text, kept.half().cpu())
 
 
+LONGEST = 8
+"""Most subwords that spell a token where its prefix score is asked for; others have none."""
+
+
 class Speller:
     """Subwords of a head, and the spelling of the model's other tokens with them.
 
@@ -151,6 +155,22 @@ class Speller:
             ids: Ids of the model's tokens.
         """
         return [index for token in ids for index in self._of(self._piece(token))]
+
+    def labels(self, tokenizer: Any, size: int) -> Tensor:
+        """Returns the labels of each text token, ``(size, K)`` int16, see `CTCHead.spellings`.
+
+        Args:
+            tokenizer: The model's tokenizer.
+            size: Size of the model's vocabulary.
+        """
+        others = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
+        text = [token for token in range(min(size, len(tokenizer))) if token not in others]
+        rows = {token: self.spelled([token]) for token in text}
+        rows = {token: row for token, row in rows.items() if 0 < len(row) <= LONGEST}
+        found = torch.zeros(size, max(map(len, rows.values()), default=0), dtype=torch.int16)
+        for token, row in rows.items():
+            found[token, : len(row)] = torch.tensor(row) + 1
+        return found
 
     def _of(self, piece: str) -> list[int]:
         if piece in self._index:
@@ -212,7 +232,8 @@ def train_head(
     valid, rest = [samples[i] for i in order[:held]], [samples[i] for i in order[held:]]
     speller = Speller(tokenizer, [sample.ids for sample in rest], options.vocabulary)
     targets = [speller.spelled(sample.ids) for sample in rest]
-    embeddings = model.get_input_embeddings().weight.detach()[speller.ids].float()
+    table = model.get_input_embeddings().weight.detach()
+    embeddings, labels = table[speller.ids].float(), speller.labels(tokenizer, len(table))
     head = CTCHead(
         {
             "source_size": samples[0].states.shape[1],
@@ -223,10 +244,12 @@ def train_head(
             "heads": options.heads,
             "feed_forward": options.feed_forward,
             "subwords": len(speller.ids),
-            "vocab_size": model.get_input_embeddings().num_embeddings,
+            "vocab_size": len(table),
+            "spelled": labels.shape[1],
         }
     ).to(embeddings.device)
     head.ids.copy_(torch.tensor(speller.ids))
+    head.spellings.copy_(labels)
     optimizer = torch.optim.AdamW(head.parameters(), lr=options.peak_rate, weight_decay=0.01)
     batches = _alike(rest, options.batch)
     steps, step, best, kept = options.epochs * len(batches), 0, math.inf, None

@@ -61,7 +61,7 @@ class StreamOptions:
         rank: Rank of the low-rank matrices.
         peak_rate: Highest learning rate (AdamW).
         states: Encoder states per step; a batch has as many prefixes as fit.
-        seed: Seed of weights and data.
+        seed: Seed of the corpus and of the first weights; the windows differ in each run.
     """
 
     base: str = "zoo:whisper-synth"
@@ -275,19 +275,19 @@ def train(options: StreamOptions, work: Path, out: Path) -> None:
     model = peft.get_peft_model(causal(options.base, options.chunk), lora)
     learned = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(learned, lr=options.peak_rate, weight_decay=0.0)
-    state_file, step, spent = work / f"state-{options.chunk}.pt", 0, 0.0
+    state_file, step, spent, average = work / f"state-{options.chunk}.pt", 0, 0.0, 0.0
     if state_file.exists():
         state = torch.load(state_file, weights_only=True)
         peft.set_peft_model_state_dict(model, state["adapter"])
         optimizer.load_state_dict(state["optimizer"])
-        step, spent = state["step"], state["spent"]
+        step, spent, average = state["step"], state["spent"], state.get("loss", 0.0)
 
     def save() -> None:
         parts = {
             "adapter": peft.get_peft_model_state_dict(model),
             "optimizer": optimizer.state_dict(),
         }
-        write_state(state_file, parts | {"step": step, "spent": spent})
+        write_state(state_file, parts | {"step": step, "spent": spent, "loss": average})
         export(model, parts["adapter"], options, out)
 
     def note() -> None:
@@ -301,7 +301,7 @@ def train(options: StreamOptions, work: Path, out: Path) -> None:
         num_workers=1,
         prefetch_factor=4,
     )
-    box, saved, average = options.minutes * 60, time.time(), 0.0
+    box, saved = options.minutes * 60, time.time()
     model.train()
     for batch, elapsed in boxed(loader, spent):
         spent = elapsed
