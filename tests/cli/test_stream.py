@@ -23,7 +23,7 @@ from mmdecode.errors import InputError, MissingExtraError, MMDecodeError, Option
 from mmdecode.zoo.speech import speech_test
 from tests.asr.test_audio_inputs import Clock, Slow, live
 from tests.asr.test_captions import cues_of, update
-from tests.asr.test_streaming import spoken
+from tests.asr.test_streaming import spoken, words_up_to
 from tests.support.commands import invoke, json_of
 from tests.support.microphone import SoundDevice
 
@@ -237,6 +237,25 @@ def test_a_live_input_that_is_too_fast_is_warned_of_once_and_loses_nothing(capfd
     feeder = Feeder(pool, [live("hall", spoken(40), clock)], 1.0, clock.wait)
     Progress(feeder, 1.0, [], None).run()
     assert "late" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("delay", [None, 5])
+def test_a_stream_that_fails_shows_every_word_that_was_committed(capfd, delay):
+    clock = Clock()
+    transcriber = Slow(clock, 0.0)
+    transcriber.broken = {20}  # the last word of the audio
+    pool = StreamPool(transcriber, clock=clock)
+    feeder = Feeder(pool, [live("hall", spoken(40), clock)], 1.0, clock.wait)
+    progress = Progress(feeder, 1.0, [], None)
+    if delay:
+        progress.finish_words(delay, False)
+    progress.run()
+    lines = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    words = [word.strip(" .,").lower() for one in lines for word in one["committed"]]
+    assert words == [word.strip().lower() for word in words_up_to(40).split()][: len(words)]
+    assert len(words) == 15
+    if delay:
+        assert lines[-1]["committed"][-1].endswith(".") and len(lines[-1]["committed"]) == delay
 
 
 @pytest.mark.slow
