@@ -53,7 +53,7 @@ TABLES = {"transcribe": "calls.jsonl", "ask": "questions.jsonl"}
 """Files that a page's block of JSON shows."""
 
 LONG = {"drafters", "evaluate", "generate_image", "hallucination", "lossless", "peers"}
-LONG |= {"train_drafter", "transcribe", "vlm_speed"}
+LONG |= {"ask", "bias", "quantization", "scale", "train_drafter", "transcribe", "vlm_speed"}
 """Pages whose commands take long together."""
 
 

@@ -312,7 +312,7 @@ def written(family, lists=LISTS, **options):
     return {one.id: one.raw for one in corrector(family, **options)(lists)}
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @families
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
 def test_batches_and_drafts_change_no_answer(family, temperature):

@@ -168,7 +168,7 @@ def mixed(kit):
     return [kit.noise(seconds, seed=i) for i, seconds in enumerate((2.5, 0.7, 3.9))]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     "options",
     [

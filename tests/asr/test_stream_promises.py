@@ -138,6 +138,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_stream_that_depends_on_anything_else_is_noticed(mutant, monkeypatch):
     monkeypatch.setattr(*MUTANTS[mutant])

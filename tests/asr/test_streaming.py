@@ -213,6 +213,7 @@ def test_where_committed_words_end_in_a_new_hypothesis(committed, words, count):
 # What cannot go on for ever
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("timed", [False, True])
 def test_memory_and_steps_do_not_grow_with_three_hours(timed):
     hearer = Hearer(timed, wild=1)
@@ -417,6 +418,7 @@ def test_a_clip_as_it_comes_has_the_words_of_the_whole(trained, clip):
     ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("draft", "most"), [(None, 0.65), ("medusa", 0.9)])
 def test_the_last_hypothesis_drafts_and_changes_no_word(clip, draft, most):
     found, passes = [], []

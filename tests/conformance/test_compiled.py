@@ -45,7 +45,7 @@ def test_text_families(family, counter):
     assert_compiled(lambda d: tiny.ours(d, family), lambda: None, counter, graphs=1)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("family", tiny_vlm.CONFIGS)
 def test_vision_language_families(family, counter):
     assert_compiled(lambda d: tiny_vlm.ours(d, family), lambda: None, counter, graphs=1)
@@ -71,7 +71,7 @@ def test_a_model_that_takes_a_hook_in_each_pass_is_run_as_usual(family, counter)
     sequence_to_sequence(family, Decoder(compile=True))  # no second attempt
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("name", ["lookup", "assistant", "medusa_chain", "medusa_tree"])
 @pytest.mark.parametrize("family", ["llama", "whisper"])
 def test_drafts(family, name, counter):
@@ -79,10 +79,12 @@ def test_drafts(family, name, counter):
     assert_compiled(lambda d: tiny.ours(d, family), lambda: table[name](family, []), counter, 4)
 
 
+@pytest.mark.slow
 def test_moonshine(counter):
     assert_compiled(lambda d: tiny.ours(d, "moonshine"), lambda: None, counter, graphs=2)
 
 
+@pytest.mark.slow
 def test_a_view_of_the_whole_model(counter):
     assert_compiled(
         lambda d: tiny.ours(d, "llama"), lambda: LayerSkip(skip=(), length=3), counter, 4

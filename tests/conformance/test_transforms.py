@@ -114,6 +114,7 @@ CHANGED = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("transform", CHANGED)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_row_is_changed_alike_in_every_batch(family, transform):

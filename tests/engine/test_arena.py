@@ -46,7 +46,7 @@ def counted(decoder):
     }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("guide", [None, "cfg"], ids=["plain", "guided"])
 @pytest.mark.parametrize("name", DRAFTS)
@@ -103,7 +103,7 @@ CALLS = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", CALLS)
 def test_inputs_and_results_of_earlier_calls_stay_as_they_were(name, taped):
     family, make = CALLS[name]

@@ -139,6 +139,7 @@ def test_ties_of_upper_bits_are_decided_by_the_lower_ones():
     assert len(draws.unique()) == 40
 
 
+@pytest.mark.slow
 def test_a_sample_follows_the_distribution_at_a_large_vocabulary():
     vocab, rows = 20_000, 4000
     scores = torch.zeros(vocab)

@@ -250,7 +250,7 @@ MATRIX_DRAFTS = [name for name in DRAFTS if not name.startswith("known")]
 MATRIX_GUIDES = [None, "vcd", "m3id", "dola", "pai", "rbd"]
 
 
-@pytest.mark.one_in(24)
+@pytest.mark.one_in(48)
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("guide", MATRIX_GUIDES)
 @pytest.mark.parametrize("draft", MATRIX_DRAFTS)

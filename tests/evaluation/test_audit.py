@@ -316,6 +316,7 @@ COUPLED = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("mutant", COUPLED)
 def test_a_mistake_in_coupled_sampling_is_caught(mutant, monkeypatch):
     torch.manual_seed(0)
@@ -518,6 +519,7 @@ def judge_samples(rule, draws=3):
     return audit(model, found, decoder, sample=True, draws=draws, **SAMPLED)
 
 
+@pytest.mark.slow
 def test_a_sampling_rule_without_a_certificate_is_judged_by_statistics():
     report = judge_samples(SampleMatch())
     assert report.verdict == "passes", report.words

@@ -109,7 +109,7 @@ def assert_computed(family, call, lengths, *shape):
     assert found == pytest.approx((row.total, row.total), rel=TOLERANCE), row
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(map(str, case)))
 def test_the_peak_grows_by_what_a_row_is_computed_to_hold(case):
     assert_computed(*case)
@@ -155,6 +155,7 @@ HOLDING = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("mutant", HOLDING)
 def test_what_holds_more_is_found(mutant, monkeypatch):
     monkeypatch.setattr(*HOLDING[mutant])
@@ -267,6 +268,7 @@ def test_storage_is_counted_once_and_until_it_is_let_go():
     assert live.peak > 4000 and live.bytes == total.nbytes
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("device", "measured"), [("meta", " - "), ("cpu", "0.04")])
 def test_the_benchmark_computes_everywhere_and_measures_on_a_device(
     device, measured, monkeypatch, capsys

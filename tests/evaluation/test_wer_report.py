@@ -530,6 +530,7 @@ def test_an_interrupted_run_is_continued(finished, manifest, tmp_path, monkeypat
     assert texts(tmp_path) == texts(finished[0])
 
 
+@pytest.mark.slow
 def test_a_recording_that_changed_under_its_path_is_transcribed_again(tmp_path, monkeypatch):
     one, two, other = speech_test()[:3]
     for index, recording in enumerate((one, two)):

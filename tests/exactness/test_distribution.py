@@ -68,7 +68,7 @@ PAIRS = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("guide", GUIDES)
 @pytest.mark.parametrize("pair", PAIRS)
 def test_the_joint_distribution_is_that_of_enumeration(pair, guide):

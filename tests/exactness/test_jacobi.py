@@ -43,7 +43,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_variant_has_the_joint_distribution_of_enumeration(name):
     options = VARIANTS[name]

@@ -132,6 +132,7 @@ CHECKS = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_the_sound_code_passes_every_check(check):
     check()
@@ -161,6 +162,7 @@ class QOffByOne(drafts.Bigram):
         return replace(proposal, log_q=proposal.log_q.roll(1, 1))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("draft", [ArgmaxClaimingSoftQ, OtherTemperature, QOffByOne])
 def test_a_draft_that_claims_another_distribution_is_found(draft):
     rejected(rejection, draft=lambda: draft(Q, kinds=("iid",)))
@@ -319,22 +321,25 @@ TREES = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("mutant", TREES)
 def test_a_wrong_rule_for_siblings_is_found(mutant):
     draft, old, new = TREES[mutant]
     rejected(rejection, mutant_of("_tree", old, new), draft)
 
 
+@pytest.mark.slow
 def test_siblings_out_of_the_order_of_sampling_are_found():
     rejected(rejection, draft=lambda: Ranked(Q, (3, 2), ("without_replacement",)))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("distinct", [False, True], ids=["one_draw", "never_equal"])
 def test_siblings_that_are_not_independent_are_found(distinct):
     rejected(rejection, draft=lambda: SameSiblings(distinct))
 
 
+@pytest.mark.slow
 def test_siblings_tested_in_the_wrong_order_are_found(monkeypatch):
     sound = rejection_rule._tests
     backwards = lambda *args: sorted(  # noqa: E731

@@ -127,6 +127,7 @@ SOUND = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", SOUND)
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 def test_a_round_waits_for_the_device_once(name, do_sample, monkeypatch):

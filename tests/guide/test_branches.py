@@ -210,6 +210,7 @@ def undrafted(name, family, do_sample):
     return run(family, make(), prompts(family), new=8, do_sample=do_sample, words=words).tolist()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_with_a_draft_gives_the_tokens_it_gives_without(name, do_sample):

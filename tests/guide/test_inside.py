@@ -300,7 +300,7 @@ DRAFTED = [
 ]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(("family", "method", "draft", "do_sample"), DRAFTED)
 def test_drafts_change_no_token(family, method, draft, do_sample):
     make, _ = VISION[method]

@@ -115,6 +115,7 @@ def test_a_drafter_that_follows_the_condition_alone_is_not_the_target(monkeypatc
     assert decoder.stats.by_depth[0] < 0.9
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("family", GUIDED)
 def test_a_random_drafter_changes_no_image(family, shape):
@@ -152,6 +153,7 @@ def test_an_image_does_not_depend_on_its_batch(accept):
     assert torch.equal(torch.cat(alone), together)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("accept", ["coupled", "rejection"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_captured_rounds_draw_the_same(shape, accept, taped):

@@ -77,6 +77,7 @@ def on_disk(request, folder):
     return model, processor
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.filterwarnings("ignore:You are calling .generate:UserWarning")  # by 5.17
 @pytest.mark.parametrize("draft", [None, *DRAFTS])
 def test_the_first_weight_may_be_on_disk(on_disk, model, processor, kit, draft):
