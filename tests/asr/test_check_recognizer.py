@@ -9,12 +9,15 @@ import torch
 from mmdecode import registry
 from mmdecode.asr import Transcriber
 from mmdecode.asr.recognizers.base import of_type
+from mmdecode.asr.recognizers.causal_whisper import CausalWhisperRecognizer
 from mmdecode.asr.recognizers.contract import Span
 from mmdecode.asr.recognizers.generic import GenericRecognizer
 from mmdecode.asr.recognizers.moonshine import MoonshineRecognizer
 from mmdecode.asr.recognizers.whisper import WhisperRecognizer
 from mmdecode.errors import MMDecodeError
+from mmdecode.models.causal_whisper import window_features
 from mmdecode.testing import check_recognizer
+from tests.support.causal import causal_whisper, mel_of
 from tests.support.plugins import install
 from tests.support.tiny_recognizers import MODELS
 
@@ -42,6 +45,20 @@ def test_moonshine_passes(moonshine):
 def test_whisper_and_the_generic_one_pass(model, processor):
     check(WhisperRecognizer, (model, processor))
     check(type("Short", (GenericRecognizer,), {"window_s": 2.0}), MODELS["speech_to_text"]())
+
+
+@pytest.mark.slow
+def test_the_causal_one_passes_next_to_generate_with_a_mask():
+    model, processor = causal_whisper(8)
+
+    def plain(samples):
+        features = window_features(mel_of(model, processor), torch.from_numpy(samples))[None]
+        mask = torch.ones(1, features.shape[2] - 1)  # the last frame is only context
+        return model.generate(
+            features, attention_mask=mask, return_timestamps=True, language="en", task="transcribe"
+        )[0].tolist()
+
+    check_recognizer(lambda options: CausalWhisperRecognizer(model, processor, options), plain)
 
 
 class LosesTheRest(Short):

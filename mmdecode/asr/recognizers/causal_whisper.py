@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mmdecode.asr.alignment.ctc import FILE as ALIGNER
 from mmdecode.asr.audio.recording import Recording
-from mmdecode.asr.recognizers.contract import Encoded
+from mmdecode.asr.recognizers.contract import Encoded, Split
 from mmdecode.asr.recognizers.encoder_cache import (
     EncoderCache,
     StreamInputs,
@@ -115,6 +115,12 @@ class CausalWhisperRecognizer(WhisperRecognizer):
     def samples(self, recording: Any, seek: int, count: int) -> Any:
         """Returns the samples of a window."""
         return recording.window_samples(seek, count)
+
+    def split(self, tokens: list[int], whole: int, sequential: bool) -> Split:
+        """Splits tokens into segments, which end with the window at the latest."""
+        found = super().split(tokens, whole, sequential)
+        within = [(min(first, whole), min(last, whole), own) for first, last, own in found.segments]
+        return found._replace(segments=within)
 
     def encode(self, windows: Sequence[Any], seconds: Sequence[float]) -> Encoded:
         """Encodes windows, those of streams by their caches."""
