@@ -47,6 +47,7 @@ from mmdecode.draft.ctc import CTC
 from mmdecode.draft.first_of import FirstOf
 from mmdecode.draft.source import Source
 from mmdecode.errors import MMDecodeError
+from mmdecode.guide.ctc import CTCScore
 from mmdecode.models.ctc_head import CTCHead
 from mmdecode.train.drafters.recipes import RECIPES, Options
 from mmdecode.vlm import Answerer
@@ -242,7 +243,7 @@ def subject(model):
 # Drafters: the shipped ones, else untrained ones
 
 OF_SPEECH = ("ctc",)
-"""Drafters that only recognisers have."""
+"""Drafters and guides that only recognisers have."""
 UNTRAINED = ("medusa", "eagle", "vispec", "dream", "flash", "hydra", "kangaroo")
 SHIPPED = {
     "whisper-synth": {
@@ -379,6 +380,8 @@ def guide(case):
     """A new guide of a case."""
     if case.guide == "none":
         return None
+    if case.guide == "ctc":
+        return CTCScore(untrained_ctc(case.model))
     one = subject(case.model)
     tokenizer = getattr(one.processor, "tokenizer", one.processor)
     spec = GUIDE_OPTIONS.get(case.guide, {}).get(type(one), case.guide)
@@ -387,7 +390,8 @@ def guide(case):
 
 def guides(model):
     """Names of guides."""
-    return ["none", *LESSER.get(model, registry.names("guide"))]
+    names = LESSER.get(model, registry.names("guide"))
+    return ["none", *(n for n in names if MODELS[model] is Speech or n not in OF_SPEECH)]
 
 
 def ways(guide):
