@@ -43,7 +43,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - else workers starve beside a test
 os.environ["HF_HOME"] = str(_OF_SESSION / "huggingface")
 os.environ["MMDECODE_CACHE"] = str(_OF_SESSION / "mmdecode")
-for _name in FOREIGN:
+for _name in (*FOREIGN, "PYTEST_ADDOPTS"):  # pytest has read its options by now
     os.environ.pop(_name, None)
 for _name in ("C.UTF-8", "C.utf8", "en_US.UTF-8"):
     with contextlib.suppress(locale.Error):  # the machine has none of that name
