@@ -105,6 +105,7 @@ def transcriber(trained, **options):
     return Transcriber.from_pretrained(trained, device="cpu", **options)
 
 
+@pytest.mark.slow
 def test_words_hallucinated_in_noise_are_skipped_in_a_batch_as_alone(trained, noisy_pauses):
     waves = [wave for wave, _ in noisy_pauses]
     reference = [len(text.split()) for _, text in noisy_pauses]

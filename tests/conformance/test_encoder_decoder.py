@@ -168,6 +168,7 @@ def test_every_family_generates_what_transformers_does(family, draft, prompt):
     assert_same(family, draft, prompt=prompt)
 
 
+@pytest.mark.slow
 def test_mt5_is_scaled_by_nothing_and_runs_eagerly_too():
     for attention in ("sdpa", "eager"):
         assert_same("mt5", "known_tree", attention=attention, processors="prefix_bias", prompt=True)

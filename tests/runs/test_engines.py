@@ -60,6 +60,7 @@ def whole(tmp_path):
     return call
 
 
+@pytest.mark.slow
 @ENGINES
 def test_workers_write_the_files_of_one_process(engine, whole, tmp_path):
     out, clips = tmp_path / "out", names(50, **{"raise": 7, "kill": 20})
