@@ -13,16 +13,15 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import resource
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
 from pages import publish, table, warn_if_busy, write_result
+from peak_memory import now, peak, reset
 from streaming import MODEL, RATE, Speech, held_out
 from streaming_tables import percent
 
@@ -140,37 +139,13 @@ def long_recording(seconds: float, seed: int, head: str) -> Iterable[dict[str, A
     }
     for name, options in ways.items():
         way = plain.with_options(**options)
-        before, began = resident_mb(), time.perf_counter()
-        with Peak() as peak:
-            text = way(wave).text
+        reset(way.model.device)
+        before, began = now(way.model.device), time.perf_counter()
+        text = way(wave).text
         yield {
             "way": name, "audio_s": len(wave) / RATE, **score(reference, [text]),
-            "seconds": time.perf_counter() - began, "memory_mb": peak.most_mb - before,
+            "seconds": time.perf_counter() - began, "memory_mb": peak(way.model.device) - before,
         }  # fmt: skip
-
-
-def resident_mb() -> float:
-    """Resident memory of this process, in MB."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize() / 1e6
-
-
-class Peak:
-    """Watches the resident memory of this process, twenty times a second."""
-
-    def __enter__(self) -> Self:
-        self.most_mb, self._ended = resident_mb(), threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def _watch(self) -> None:
-        while not self._ended.wait(0.05):
-            self.most_mb = max(self.most_mb, resident_mb())
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
 
 
 def run(arguments: argparse.Namespace) -> Path:

@@ -154,7 +154,7 @@ class PrefixScorer:
             prefixes: Prefixes ``(B, N)``.
             labels: Labels ``(B, N, C, K)``; 0: no label.
         """
-        if not bool((labels[..., 1:] > 0).any()):
+        if labels.shape[-1] == 1 or not bool((labels[..., 1:] > 0).any()):
             return self.scores(prefixes, labels[..., 0])
         size = labels.shape[1:3]
         rows = torch.arange(size[0], device=labels.device).repeat_interleave(size[1])

@@ -147,13 +147,13 @@ def test_memory_is_bounded_without_ends_of_sentences(endless, delay, pause):
 
 
 def test_the_end_of_a_sentence_is_shown_where_its_last_word_is_hidden(endless):
-    with torch.no_grad():  # every second word is a filler, as far as its letters tell
+    with torch.no_grad():  # every word ends a sentence
         endless.output.bias[: len(MARKS)] = torch.tensor([0.0, -50.0, 50.0, -50.0])
     given = words(40)
     made = Finisher(endless, 2, fluent=True)
     found = [*made.push(given), *made.finish()]
     hidden = [one for one in found if one.disfluency]
-    assert {one.text for one in hidden} == {"", "."} or {one.text for one in hidden} == {""}
+    assert {""} <= {one.text for one in hidden} <= {"", "."}
     shown = "".join(one.text for one in found)
     assert shown.endswith(".") and ".." not in shown
 
