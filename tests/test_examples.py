@@ -20,6 +20,7 @@ def run(script):
     )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("script", SCRIPTS, ids=[script.stem for script in SCRIPTS])
 def test_an_example_runs(script):
     done = run(script)
@@ -86,6 +87,7 @@ print(torch.equal(found, model.generate(prompt, **options)), decoder.stats.accep
 """
 
 
+@pytest.mark.slow
 def test_the_drafter_of_another_package_is_used_by_its_name(installed):
     assert run_with(installed, "-c", USE).split() == ["True", "True"]
 

@@ -66,6 +66,7 @@ DRAFTS = {
 # Neutral
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("name", RULES)
 def test_a_neutral_rule_gives_the_tokens_of_the_rejection_rule(name, draft):
@@ -147,6 +148,7 @@ ONE = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ONE)
 @pytest.mark.parametrize("name", RULES)
 def test_one_draft_has_the_distribution_of_the_closed_form(name, kind):

@@ -94,6 +94,7 @@ def container(path, samples, codec, video=False):
 CASES = [(ending, False) for ending in CONTAINERS] + [(ending, True) for ending in ("mp4", "mkv")]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("ending", "video"), CASES)
 def test_containers_are_read_and_truncated_ones_refused(tmp_path, kit, ending, video):
     path = tmp_path / f"a.{ending}"

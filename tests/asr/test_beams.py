@@ -19,6 +19,7 @@ def transcripts(model, processor, kit, **options):
     return Transcriber(model, processor, options=options)(recordings(kit))
 
 
+@pytest.mark.slow
 def test_beams_equal_transformers_long_form(processor, kit):
     model = kit.build_model(processor, seed=3)
     for samples, found in zip(recordings(kit), transcripts(model, processor, kit), strict=True):

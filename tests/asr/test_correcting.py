@@ -195,6 +195,7 @@ def test_a_recogniser_without_adapter_cannot_be_fused_and_the_error_names_what_w
     assert Transcriber(model, processor, correct=f"llm:model={LM}")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", ["sequential", "chunked"])
 def test_each_window_of_the_first_transcription_is_corrected_once(zoo, mode):
     wave = np.concatenate([clip.samples() for clip in speech_test()[:4]])

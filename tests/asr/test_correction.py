@@ -273,6 +273,7 @@ def likelihood(own, one, answer):
     return total
 
 
+@pytest.mark.one_in(2)
 @families
 def test_preferences_are_differences_of_likelihoods(family):
     own = answering(lambda texts: texts[-1], family, copy_below=-math.inf)
@@ -344,6 +345,7 @@ def test_greedy_answers_are_those_of_plain_generate(family):
         assert own.prompts.text(new) == found.raw
 
 
+@pytest.mark.one_in(2)
 @families
 def test_beams_are_those_of_transformers_and_know_no_guide(family):
     found = written(family, beams=3)
@@ -403,6 +405,7 @@ def test_corrections_come_as_batches_end():
 # Folders
 
 
+@pytest.mark.one_in(3)
 @families
 def test_a_folder_says_how_it_wants_to_be_asked(family, tmp_path):
     model(family).save_pretrained(tmp_path)
@@ -450,6 +453,7 @@ def words_of_ids(call):
 STAGES = ("prompt", "begin", "propose", "text")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("stage", "name"),
     [  # by default each stage and each error once

@@ -67,6 +67,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("way", ["os.abort()", "time.sleep(99)", "sys.exit()"])
 def test_a_reader_that_crashes_or_hangs_is_seen_and_the_next_file_is_read(way):
     read_file = fuzz.Reader([sys.executable, "-c", READER.replace("WAY", way)], limit_s=2)

@@ -30,6 +30,7 @@ def transcriber(model, processor, decoder=None, **options):
 # Against transformers, recording by recording
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("draft", [None, PromptLookup(length=4, ngram=1)], ids=["plain", "lookup"])
 @pytest.mark.parametrize(("seed", "scale"), [(0, 1.0), (3, 1.0), (4, 3.0)])
 def test_tokens_and_times_equal_transformers_long_form(processor, kit, seed, scale, draft):
@@ -94,6 +95,7 @@ def medians(model, processor, kit):
     }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "thresholds",
     [
@@ -168,7 +170,7 @@ def mixed(kit):
     return [kit.noise(seconds, seed=i) for i, seconds in enumerate((2.5, 0.7, 3.9))]
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize(
     "options",
     [

@@ -64,6 +64,7 @@ def equal_to_a_call(name):
         assert results[index].segments == expected.segments == segments[index]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "name", ["whisper", "moonshine", pytest.param("speech_to_text", marks=pytest.mark.slow)]
 )

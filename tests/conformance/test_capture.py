@@ -53,6 +53,7 @@ def draft_of(family, name):
     return lambda: table[name](family, [])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("family", "name"), DRAFTS)
 def test_drafts_of_real_states(family, name, taped):
     assert_replayed(lambda decoder: tiny.ours(decoder, family), draft_of(family, name), taped)
@@ -80,6 +81,7 @@ def test_every_text_family(family, taped):
     assert_replayed(lambda decoder: tiny.ours(decoder, family), lambda: None, taped)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", tiny_vlm.CONFIGS)
 def test_every_vision_language_family(family, taped):
     assert_replayed(lambda decoder: tiny_vlm.ours(decoder, family), lambda: None, taped)

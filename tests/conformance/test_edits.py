@@ -130,7 +130,7 @@ def ours(family, guide, draft=None, batch=1):
     )
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("rows", ["decoding", "last_prompt", "all"])
 @pytest.mark.parametrize("stage", ["scores", "weights"])
 @pytest.mark.parametrize("family", FAMILIES)

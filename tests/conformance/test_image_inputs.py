@@ -294,6 +294,7 @@ def test_equal_seeds_give_equal_images_and_others_do_not():
 # Drafting models
 
 
+@pytest.mark.one_in(2)
 @FAMILIES
 def test_a_drafting_model_is_named_by_its_folder(family, tmp_path, monkeypatch):
     small = image_model(family, seed=1)

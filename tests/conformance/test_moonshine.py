@@ -34,12 +34,14 @@ DECODER_PROMPT = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("processors", ["no_processor", "penalties", "prefix_bias", "bad_words"])
 @EVERY_DRAFT
 def test_drafted_tokens_are_those_of_generate(draft, processors):
     assert_same("moonshine", draft, processors=processors)
 
 
+@pytest.mark.one_in(2)
 @EVERY_DRAFT
 @pytest.mark.parametrize("batch", [1, 2, 4])
 def test_a_padded_batch_gives_what_generate_makes_of_that_batch(draft, batch):

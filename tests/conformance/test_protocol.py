@@ -118,6 +118,7 @@ def sampled_alone(family, row, seed=3):
     return out[0, new].tolist()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("draft", TEXT_DRAFTS)
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0), (1,)])
 def test_sampled_text_is_the_same_with_any_draft_batch_and_order(draft, order):
@@ -130,6 +131,7 @@ def test_sampled_text_is_the_same_with_any_draft_batch_and_order(draft, order):
     assert out[:, 9:].tolist() == expected
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("draft", WHISPER_DRAFTS)
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0)])
 def test_sampled_transcripts_are_the_same_with_any_draft_batch_and_order(draft, order):
@@ -305,6 +307,7 @@ def test_half_precision_whisper_runs_with_a_block():
     assert out.shape == (2, NEW)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("draft", TEXT_DRAFTS)
 def test_guidance_under_a_draft_is_the_guidance_of_transformers_without_one(draft):
     """Their processor keeps a cache of its own, which only an undrafted loop moves correctly."""

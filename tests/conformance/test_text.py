@@ -26,7 +26,7 @@ OTHERS = pytest.mark.parametrize("family", sorted({*TEXT_CONFIGS} - {"llama", "q
 EVERY_DRAFT = pytest.mark.parametrize("draft", TEXT_DRAFTS)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("processors", PROCESSORS)
 @EVERY_DRAFT
 @FAMILIES
@@ -46,6 +46,7 @@ def test_eager_attention_gives_the_same(family, draft):
     assert_same(family, draft, attention="eager")
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize(
     ("draft", "processors"),
@@ -102,6 +103,7 @@ def test_minimum_length_holds_inside_a_block(family, draft):
     assert sum(r.kept for r in decoder.trace[0]) >= 6
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("limit", [1, 2, 3, 7, 8])
 @EVERY_DRAFT
 def test_the_length_cap_truncates_a_block(draft, limit):
@@ -112,6 +114,7 @@ def test_the_length_cap_truncates_a_block(draft, limit):
     assert short.tolist() == found[:, : short.shape[1]].tolist()
 
 
+@pytest.mark.one_in(2)
 @EVERY_DRAFT
 @FAMILIES
 def test_a_prompt_of_one_token_is_enough(family, draft):
@@ -156,6 +159,7 @@ def test_nothing_to_draft_is_the_plain_loop():
         assert decoder.stats.drafted == 0
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("draft", TEXT_DRAFTS)
 @pytest.mark.parametrize("processors", ["penalties", "prefix_bias", "prefix_allowed"])
 def test_processors_stop_and_padding_together(draft, processors):

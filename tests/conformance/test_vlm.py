@@ -44,18 +44,21 @@ TWO = pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
 EVERY_DRAFT = pytest.mark.parametrize("draft", DRAFTS)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("draft", ["none", "known_tree"])
 @FAMILIES
 def test_drafted_tokens_are_those_of_generate(family, draft):
     assert_same(family, draft)
 
 
+@pytest.mark.one_in(3)
 @EVERY_DRAFT
 @TWO
 def test_every_draft_gives_the_tokens_of_generate(family, draft):
     assert_same(family, draft, processors="penalties", batch=4)
 
 
+@pytest.mark.one_in(3)
 @FAMILIES
 def test_the_images_decide_what_is_written(family):
     """Else nothing here would prove that they were seen."""
@@ -67,6 +70,7 @@ def test_the_images_decide_what_is_written(family):
     assert ours(Decoder(), family, inputs=other)[:, -NEW:].tolist() == rows[1].tolist()
 
 
+@pytest.mark.one_in(2)
 @FAMILIES
 def test_text_alone_is_that_of_generate(family):
     assert_same(family, "known_tree", images=False)

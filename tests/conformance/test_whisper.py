@@ -33,12 +33,14 @@ from tests.support.traced import Traced
 EVERY_DRAFT = pytest.mark.parametrize("draft", WHISPER_DRAFTS)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("processors", ["no_processor", "penalties", "prefix_bias", "bad_words"])
 @EVERY_DRAFT
 def test_drafted_tokens_are_those_of_generate(draft, processors):
     assert_same("whisper", draft, processors=processors)
 
 
+@pytest.mark.one_in(2)
 @EVERY_DRAFT
 @pytest.mark.parametrize("batch", [1, 2, 4])
 def test_any_batch_gives_the_same(draft, batch):
@@ -78,6 +80,7 @@ def with_timestamps(biased):
     return inner_generate(extra=[PrefixBias()] if biased else [])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("biased", [False, True], ids=["vectorised", "node_by_node"])
 @EVERY_DRAFT
 def test_timestamps_follow_their_rules_at_every_node(draft, biased):
@@ -106,6 +109,7 @@ def without_suppression(begin):
     return plain("whisper", begin_suppress_tokens=begin)
 
 
+@pytest.mark.one_in(2)
 @EVERY_DRAFT
 def test_suppression_at_the_beginning_acts_on_the_first_token_only(draft):
     free = without_suppression([])

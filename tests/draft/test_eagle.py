@@ -218,6 +218,7 @@ DRAFTS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "coupled"])
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("family", ["llama", "qwen2_5_vl"])

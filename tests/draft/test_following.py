@@ -65,6 +65,7 @@ def repeated(draft, guide, guided):
     return int(sum(counts[::2])), int(sum(counts[1::2]))
 
 
+@pytest.mark.one_in(2)
 @guides
 @pytest.mark.parametrize("heads", UNTRAINED)
 def test_untrained_heads_predict_the_guided_distribution_of_the_same_states(heads, guide):

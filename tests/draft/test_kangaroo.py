@@ -64,6 +64,7 @@ def test_after_the_last_layer_everything_is_accepted(family, do_sample):
     assert decoder.stats.passes == math.ceil((NEW - 1) / 4)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("confidence_threshold", [0.0, 0.05, 1.0])
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "coupled"])
 @pytest.mark.parametrize("family", FAMILIES)

@@ -58,6 +58,7 @@ def test_they_pass_the_public_check(make):
     check_draft(lambda: make(share=0.5, length=2, every=2), learns=make is Swift)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "coupled"])
 @pytest.mark.parametrize("make", [Clasp, Swift])
 def test_the_output_is_that_of_the_undrafted_loop(make, do_sample):

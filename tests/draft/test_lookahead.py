@@ -28,6 +28,7 @@ def watching(draft):
     return noting(draft, proposed=note), rounds
 
 
+@pytest.mark.slow
 def test_the_public_check():
     check_draft(lambda: Lookahead(window=2, ngram=3, guesses=2))
 

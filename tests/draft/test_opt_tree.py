@@ -153,6 +153,7 @@ DRAFTS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "coupled"])
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_no_token_changes_and_a_row_drafts_what_it_drafts_alone(draft, do_sample):

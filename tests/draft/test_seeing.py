@@ -56,6 +56,7 @@ def random_draft(kind, depth=4, top_k=2, nodes=9, seed=0, **options):
 # Any of them
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "coupled"])
 @pytest.mark.parametrize("family", ["llama", "llava_next", "qwen2_5_vl"])
 @kinds

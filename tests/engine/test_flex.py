@@ -68,6 +68,7 @@ def states(seed, rows, heads, groups, queries, slots, width=16):
     return [torch.randn(rows, *size, width, generator=dice) for size in sizes]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("window", WINDOWS[:2])
 @pytest.mark.parametrize("groups", [1, 4, 8])
@@ -147,7 +148,7 @@ def masks_made(monkeypatch):
     return made
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "coupled"])
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize(

@@ -116,6 +116,7 @@ def check(family, make, batches=(FIRST, AGAIN), **options):
     return decoder.stats
 
 
+@pytest.mark.one_in(5)
 @FAMILIES
 @pytest.mark.parametrize("draft", ["none", "trees"])
 def test_tokens_are_those_of_generate(family, draft):
@@ -134,6 +135,7 @@ def test_tokens_are_those_of_generate(family, draft):
         assert decoder.stats.paths["prefill continued"] == 2
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", CAUSAL)
 def test_one_row_at_a_time(family):
     """Batches of one find what the batch before them has read."""
@@ -180,6 +182,7 @@ def test_processors_and_several_sequences(family, processors):
     check(family, lambda: Decoder("lookup", seed=3), **options)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
 @pytest.mark.parametrize("guide", ["vcd", "m3id", "dola", "pai", "damro", "rbd"])
 def test_guides_decode_what_they_did(family, guide):
@@ -205,6 +208,7 @@ def drafter(kind):
     return random_draft(kind)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", ["eagle", "vispec", "dream", "flash"])
 @pytest.mark.parametrize("family", ["llava", "qwen2_vl"])
 def test_drafters_keep_what_they_have_read(family, kind):
@@ -219,6 +223,7 @@ def test_drafters_keep_what_they_have_read(family, kind):
     assert alone.stats.drafted
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("guide", ["vcd", "m3id", "rbd"])
 @pytest.mark.parametrize("kind", ["eagle", "vispec"])
 def test_drafters_that_follow_a_guide_share_too(kind, guide):
@@ -250,7 +255,7 @@ MATRIX_DRAFTS = [name for name in DRAFTS if not name.startswith("known")]
 MATRIX_GUIDES = [None, "vcd", "m3id", "dola", "pai", "rbd"]
 
 
-@pytest.mark.one_in(48)
+@pytest.mark.one_in(240)
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("guide", MATRIX_GUIDES)
 @pytest.mark.parametrize("draft", MATRIX_DRAFTS)
@@ -271,6 +276,7 @@ def test_every_family_draft_guide_and_batch(family, draft, guide, batch):
         assert stats.prompt_tokens["reused"]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("draft", ["none", "lookup"])
 @FAMILIES
 def test_three_turns_of_a_conversation(family, draft):

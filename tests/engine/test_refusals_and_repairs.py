@@ -78,6 +78,7 @@ PENALISED = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", [*PENALISED, "all"])
 def test_penalties_of_generate_hold_at_drafted_tokens(name, padded):

@@ -70,6 +70,7 @@ def judge(draft, dtype="float32", sample=False, options=(), guide=None, accept="
 # Right decoders
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "coupled"])
 def test_a_right_decoder_passes(sample, dtype):
@@ -255,6 +256,7 @@ def caught(report):
     assert not report.identical
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("mutant", "dtype"),
     [
@@ -270,12 +272,14 @@ def test_a_mistake_in_greedy_decoding_is_caught(mutant, dtype, monkeypatch):
     caught(judge(draft, dtype))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("mutant", SUBTLE)
 def test_a_mistake_in_positions_masks_or_slots_is_noticed(mutant, monkeypatch):
     SUBTLE[mutant](monkeypatch)
     noticed(judge(heads(), sample=mutant in ("siblings_see_each_other", "nodes_are_not_moved")))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("mutant", "kind"), [(without_prefix, "unknown"), (at_the_roots_length, "known")]
 )

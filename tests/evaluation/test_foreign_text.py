@@ -204,6 +204,7 @@ KINDS = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_reports_show_any_text_and_execute_none(kind, tmp_path):
     report = KINDS[kind](tmp_path)

@@ -212,6 +212,7 @@ def shipped():
 QUICK = {("ls_other", "raw"), ("ls_other", "oalb_merge"), *(("cv", one) for one in CONVENTIONS)}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "convention"),
     [

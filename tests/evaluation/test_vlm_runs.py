@@ -375,6 +375,7 @@ def test_rows_from_before_forwards_were_counted_are_read(tmp_path, recorder):
 # Interruptions and failures
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("written", [1, 50])
 def test_a_resumed_run_equals_an_uninterrupted_one(recorder, journal, tmp_path, written):
     modes = modes_of(["vcd"], seeds=range(2), controls=False)

@@ -187,6 +187,7 @@ def counted(rank, normaliser="whisper", scorer="plain"):
     return count_errors(references, ranks[rank], normaliser=normaliser, scorer=scorer)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("convention", CONVENTIONS)
 def test_counts_of_real_lists_are_those_of_the_reference_normalisers(convention):
     expected = EXPECTED["nbest_wer"]["sets"]["cv"][convention]

@@ -50,7 +50,7 @@ DRAFTS = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("guide", [None, "cfg"], ids=["plain", "guided"])
 @pytest.mark.parametrize("name", DRAFTS)

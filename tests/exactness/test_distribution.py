@@ -68,7 +68,7 @@ PAIRS = {
 }
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(18)
 @pytest.mark.parametrize("guide", GUIDES)
 @pytest.mark.parametrize("pair", PAIRS)
 def test_the_joint_distribution_is_that_of_enumeration(pair, guide):
@@ -125,6 +125,7 @@ def accepted(p, q, count, kind):
     return total
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["iid", "without_replacement"])
 def test_siblings_are_accepted_as_often_as_enumeration_says(kind, count):
@@ -167,6 +168,7 @@ def ensemble_joint(prompt, length, weight, drafted, distribution):
     return below([], 0)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("weight", "drafted"), [(0.5, 1), (0.7, 2)])
 def test_the_ensemble_rule_follows_its_own_distribution(weight, drafted):
     joint = ensemble_joint([1, 0, 2], 5, weight, drafted, distribution_of(MODEL))

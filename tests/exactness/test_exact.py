@@ -159,7 +159,7 @@ PROCESSORS = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @modes
 @pytest.mark.parametrize("guide", GUIDES)
 @pytest.mark.parametrize("draft", DRAFTS)
@@ -192,6 +192,7 @@ def test_processors_run_on_the_guided_distribution(draft, do_sample):
         )
 
 
+@pytest.mark.one_in(3)
 @modes
 @pytest.mark.parametrize("draft", ["ragged_chain", "random_trees", "full_tree", "lookup"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

@@ -44,6 +44,7 @@ def test_a_guide_gives_the_distribution_of_its_formula(name, do_sample):
     assert rows != plain, "the guide does nothing"
 
 
+@pytest.mark.one_in(3)
 @EXACT_GUIDES
 def test_a_guide_that_keeps_to_its_node_passes_the_public_check(name):
     check_guide(guides.EXACT_GUIDES[name])
@@ -69,6 +70,7 @@ def test_a_rule_under_a_guide_stays_as_lossy_as_it_is(name, rule):
         assert decoder.accept.guarantee == "lossy" and decoder.stats.accepted
 
 
+@pytest.mark.one_in(4)
 @EXACT_GUIDES
 def test_an_ensemble_mixes_the_guided_distribution(name):
     guide = guides.EXACT_GUIDES[name]

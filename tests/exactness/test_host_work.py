@@ -183,7 +183,7 @@ def assert_constant(counter, family, draft, monkeypatch):
     assert set.intersection(*({kind for kind, _ in each} for each in found)), "nothing is compared"
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(15)
 @COUNTERS
 @pytest.mark.parametrize("name", DRAFTS)
 @pytest.mark.parametrize("family", ["llama", "whisper"])
@@ -214,7 +214,7 @@ PLANTED = [
 ]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("loop", "counter"), PLANTED)
 def test_a_loop_over_what_is_committed_is_found(loop, counter, monkeypatch):
     def draft():

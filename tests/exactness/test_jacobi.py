@@ -43,7 +43,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(24)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_variant_has_the_joint_distribution_of_enumeration(name):
     options = VARIANTS[name]
@@ -52,6 +52,7 @@ def test_every_variant_has_the_joint_distribution_of_enumeration(name):
     assert_distribution(make, MODEL, distribution_of(MODEL), samples=samples)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["adaptive-random", "shared-left", "redraw-above_law", "tree"])
 def test_forced_tokens_keep_their_positions_and_the_rest_the_distribution(name):
     options = VARIANTS[name]
@@ -63,7 +64,7 @@ def test_forced_tokens_keep_their_positions_and_the_rest_the_distribution(name):
     assert bool((found[:, 2] == 1).all()) and not bool((found[:, [0, 1, 3, 4]] == 1).any())
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("window", [1, 2, 7, 12])
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
 def test_greedy_and_coupled_tokens_are_those_of_the_plain_loop(options, window):
@@ -139,6 +140,7 @@ def test_a_kept_token_with_its_old_distribution_is_caught():
         caught()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("record", ["new", "old"])
 def test_a_token_kept_without_a_test_is_caught(record, monkeypatch):
     sound = window.continued
@@ -175,6 +177,7 @@ def test_redrawing_a_tail_from_the_distribution_instead_of_the_residual_is_caugh
     caught()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("record", ["old", "new"])
 def test_a_batch_that_commits_the_shortest_row_and_keeps_stale_distributions_is_caught(
     record, monkeypatch

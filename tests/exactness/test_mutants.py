@@ -132,7 +132,7 @@ CHECKS = [
 ]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_the_sound_code_passes_every_check(check):
     check()
@@ -162,7 +162,7 @@ class QOffByOne(drafts.Bigram):
         return replace(proposal, log_q=proposal.log_q.roll(1, 1))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("draft", [ArgmaxClaimingSoftQ, OtherTemperature, QOffByOne])
 def test_a_draft_that_claims_another_distribution_is_found(draft):
     rejected(rejection, draft=lambda: draft(Q, kinds=("iid",)))
@@ -247,7 +247,7 @@ RULES = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("mutant", RULES)
 def test_a_wrong_rejection_rule_is_found(mutant, monkeypatch):
     if mutant == "residual_unnormalised_by_inverse_cdf":
@@ -321,7 +321,7 @@ TREES = {
 }
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("mutant", TREES)
 def test_a_wrong_rule_for_siblings_is_found(mutant):
     draft, old, new = TREES[mutant]
@@ -349,6 +349,7 @@ def test_siblings_tested_in_the_wrong_order_are_found(monkeypatch):
     rejected(rejection, draft=wor)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("check", [rejection, membership])
 def test_noise_that_is_reused_is_found(check, monkeypatch):
     sound = Noise._state
@@ -378,6 +379,7 @@ class RootGuide(CFG):
         return super().apply(constants, call, proposal, outputs)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("check", [guided, guided_bytes])
 def test_a_guide_that_reads_the_root_prefix_is_found(check):
     rejected(check, RootGuide)

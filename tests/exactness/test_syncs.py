@@ -127,7 +127,7 @@ SOUND = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", SOUND)
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 def test_a_round_waits_for_the_device_once(name, do_sample, monkeypatch):
@@ -153,6 +153,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_second_wait_is_found(name, monkeypatch):
     class Waiting(drafts.Random):

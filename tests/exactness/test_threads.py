@@ -75,8 +75,8 @@ def guided(guide, model, caller, do_sample):
     return decoded("lookup", drafter, model, PROMPTS[caller], do_sample, guide)
 
 
+@pytest.mark.one_in(8)
 @modes
-@pytest.mark.one_in(4)
 @pytest.mark.filterwarnings("ignore:.*is inert in greedy generation:UserWarning")
 @pytest.mark.parametrize("name", GUIDES)
 def test_two_threads_and_two_models_may_use_one_guide(name, do_sample):

@@ -206,6 +206,7 @@ def test_trees_grown_from_given_logits_match(index, order):
 RUN_CASES = [(layout, number) for layout in RUNS for number in (0, len(RUNS[layout]) - 1)]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("layout", "number"), RUN_CASES)
 def test_generation_and_accepted_lengths_match(layout, number):
     case = RUNS[layout][number]

@@ -227,6 +227,7 @@ def two_passes(name, row, epsilon, delta, limit=48):
             return ids, rounds
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("run", "epsilon", "delta", "limit"),
     [

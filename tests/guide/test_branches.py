@@ -136,6 +136,7 @@ KINDS = pytest.mark.parametrize("kind", ["images", "questions"])
 EVERYWHERE = pytest.mark.parametrize("family", FAMILIES)
 
 
+@pytest.mark.one_in(2)
 @KINDS
 @EVERYWHERE
 def test_every_branch_is_live_at_every_step_and_only_where_there_are_images(family, kind):
@@ -150,6 +151,7 @@ def test_every_branch_is_live_at_every_step_and_only_where_there_are_images(fami
         scores["main"] = main
 
 
+@pytest.mark.one_in(3)
 @KINDS
 @EVERYWHERE
 def test_every_cached_branch_is_what_reading_all_again_says(family, kind):
@@ -164,6 +166,7 @@ def test_every_cached_branch_is_what_reading_all_again_says(family, kind):
             assert torch.allclose(logits, seen[steps][name], atol=2e-3), (name, steps)
 
 
+@pytest.mark.one_in(2)
 @KINDS
 @EVERYWHERE
 def test_a_row_alone_is_as_in_the_batch(family, kind):
@@ -175,6 +178,7 @@ def test_a_row_alone_is_as_in_the_batch(family, kind):
         assert torch.allclose(logits, seen[-1][name][:1], atol=2e-3), name
 
 
+@pytest.mark.one_in(3)
 @KINDS
 @EVERYWHERE
 def test_drafting_does_not_change_the_distribution(family, kind):
@@ -210,7 +214,7 @@ def undrafted(name, family, do_sample):
     return run(family, make(), prompts(family), new=8, do_sample=do_sample, words=words).tolist()
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_with_a_draft_gives_the_tokens_it_gives_without(name, do_sample):
@@ -333,6 +337,7 @@ def test_a_branch_that_changes_nothing_is_warned_of(family):
         run(family, Same(), prompts(family), words=False)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["agla:keep=1", "rbd:a=0,keep=1", "damro:k=99,order=spatial"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_branch_that_shows_all_of_the_image_is_warned_of(family, name):

@@ -243,6 +243,7 @@ def test_without_gamma_and_cut_nothing_is_run():
     assert guide.neutral and not guide.edits and not guide.branches
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("level", "kind", "family"),
     [

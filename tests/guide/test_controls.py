@@ -97,6 +97,7 @@ def test_a_control_has_the_distribution_of_its_formula_with_and_without_drafts(n
         )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.filterwarnings("ignore:.*is inert:UserWarning")
 @pytest.mark.parametrize("name", ["shift", "ties", "cold"])
 def test_a_control_passes_the_public_check(name):

@@ -64,6 +64,7 @@ def test_the_second_model_decides_only_where_the_margin_is_below_the_weight():
     assert changed.float().mean() > 0.1
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     "guide",
     [
@@ -224,6 +225,7 @@ def fused(pair, features, spec, rows=(0, 1, 2), draft=None, kind=UADF, count=10)
     return out[:, 3:].tolist(), decoder
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", [UADF, Static, Shallow])
 def test_both_caches_say_what_full_passes_say(pair, features, kind):
     found, _ = fused(pair, features, second_model(pair[0], PROMPT), kind=kind)
@@ -287,6 +289,7 @@ def test_values_out_of_range_are_refused(make, match):
         make()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", [UADF, Static, Shallow])
 def test_the_distribution_depends_on_each_prefix_alone(kind):
     check_guide(lambda: kind(SALTED))

@@ -9,6 +9,7 @@ from tests.support.vision import decode
 GUIDES = ["dcla:tau=2", "dola:bucket=all", "pai", "causalmm:released=true"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("guide", GUIDES)
 def test_calls_that_overlap_do_not_change_one_another(guide):
     plain, expected = decode(None), decode(guide)

@@ -115,7 +115,7 @@ def test_a_drafter_that_follows_the_condition_alone_is_not_the_target(monkeypatc
     assert decoder.stats.by_depth[0] < 0.9
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("family", GUIDED)
 def test_a_random_drafter_changes_no_image(family, shape):
@@ -153,7 +153,7 @@ def test_an_image_does_not_depend_on_its_batch(accept):
     assert torch.equal(torch.cat(alone), together)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("accept", ["coupled", "rejection"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_captured_rounds_draw_the_same(shape, accept, taped):
@@ -214,6 +214,7 @@ def test_a_mutant_that_reports_another_distribution_than_it_samples_from_is_caug
     assert p_value(counted(draft), joint(SCALE, 0.95)) < LEVEL
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("rule", ["lantern:delta=0,k=3", "lantern:lambda_=1", "cool_sd:delta=1"])
 def test_a_neutral_relaxed_rule_draws_what_rejection_does(classes, rule):
     adapter = load(str(classes), "cpu").adapter
@@ -338,6 +339,7 @@ def test_what_is_learnt_is_what_is_drafted(kind, classes, monkeypatch):
             torch.testing.assert_close(distribution[:, 0].softmax(-1), wanted, atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_a_drafter_of_images_is_trained_and_goes_on(kind, classes, tmp_path, monkeypatch):
     target = target_of(classes)

@@ -45,6 +45,7 @@ def zipped(family, window, rows=BATCH, do_sample=True, guidance=None):
 # A window of a row
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("family", MODELS)
 def test_a_window_of_a_whole_row_gives_the_image_of_plain_decoding(family, do_sample):

@@ -93,6 +93,7 @@ def test_a_rounded_model_runs_where_gradients_are_counted():
     assert not model(torch.ones(1, 300, dtype=torch.long)).logits.requires_grad
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.skipif(not MAPS.exists(), reason="Linux lists the files that are mapped")
 @pytest.mark.parametrize("rounded", [False, True])
 def test_the_checkpoint_is_not_kept_in_memory(rounded, tmp_path):

@@ -73,6 +73,7 @@ def blocks_of(size, total=96):
     return [4, *[size] * (total // size), *([total % size] if total % size else [])]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("threads", "batch"),
     [(1, 1), (1, 8), *(pytest.param(2, n, marks=pytest.mark.slow) for n in (1, 8))],
@@ -141,6 +142,7 @@ QUICK = ("llama", "gemma3", "llava", "whisper", "moonshine")
 """Families of the default suite; the others are among the slow tests."""
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     "family",
     [pytest.param(f, marks=() if f in QUICK else pytest.mark.slow) for f in FAMILIES],

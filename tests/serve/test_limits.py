@@ -92,6 +92,7 @@ def test_requests_that_are_too_large_are_not_read(server):
     assert server.is_idle()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("size", [0, 4 << 20], ids=["nothing", "all"])
 def test_a_refusal_is_read_by_a_client_that_sends_all_or_nothing_of_its_body_first(server, size):
     host, port = server.url.partition("//")[2].split(":")
@@ -260,6 +261,7 @@ def connected(server):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path", [b"/assets/page.js", pytest.param(b"/healthz", marks=pytest.mark.slow)]
 )
@@ -369,6 +371,7 @@ def test_a_body_that_trickles_has_as_much_time_as_any_request():
         assert server.is_idle() and (len(active) < 60 or not active[-1])
 
 
+@pytest.mark.slow
 def test_requests_share_a_budget_of_memory_and_give_it_back():
     with running(Limits(memory_bytes=200_000), chat=False) as server:
         answer = transcribed(server)

@@ -217,6 +217,7 @@ def test_a_message_of_another_kind_in_the_middle_is_refused(server):
     assert "expected samples or 'finish'" in error["message"] and server.is_idle()
 
 
+@pytest.mark.slow
 def test_limits_of_streams():
     limits = Limits(streams=1, audio_s=3.0, receive_s=1.0)
     with running(limits, chat=False) as server:
@@ -237,6 +238,7 @@ def test_limits_of_streams():
         assert server.is_idle()
 
 
+@pytest.mark.slow
 def test_audio_that_comes_faster_than_it_is_decoded_waits_and_is_not_lost(monkeypatch):
     rounds, waiting = SpeechWorker._round, []
 

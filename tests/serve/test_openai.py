@@ -119,6 +119,7 @@ def refused(call, name):
     assert name in str(error.value) or error.value.body["message"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["transcriptions", "translations"])
 def test_every_parameter_of_a_file_is_honoured_or_named(client, kind):
     create = {"transcriptions": Transcriptions, "translations": Translations}[kind].create

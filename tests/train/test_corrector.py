@@ -153,6 +153,7 @@ def test_long_lists_are_left_out_and_counted():
 # Training
 
 
+@pytest.mark.one_in(2)
 @families
 def test_adapters_are_trained_kept_and_loaded(family, tmp_path):
     pytest.importorskip("peft")

@@ -239,6 +239,7 @@ def test_nothing_is_asked_where_the_most_likely_token_is_outside_the_vocabulary(
 # Trainings
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", recipes.RECIPES)
 def test_each_kind_is_trained_and_can_be_loaded(kind, tmp_path):
     model = text_model("llama", layers=3)

@@ -179,6 +179,7 @@ def test_two_processes_step_by_the_mean_of_their_batches(tmp_path):
 # From a drafter that exists
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", RECIPES)
 def test_a_training_starts_from_what_was_learned(kind, tmp_path, monkeypatch):
     options = replace(SMALL, kind=kind, **having(kind, draft_vocabulary=40, exit_layer=1))

@@ -59,6 +59,7 @@ def answers(model, processor, kit, decoder=None, **options):
     return [answer.token_ids for answer in found]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("draft", [None, *DRAFTS])
 def test_every_draft_decodes_what_the_whole_model_does(split, model, processor, kit, draft):
     expected = answers(model, processor, kit)
@@ -77,7 +78,7 @@ def on_disk(request, folder):
     return model, processor
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.filterwarnings("ignore:You are calling .generate:UserWarning")  # by 5.17
 @pytest.mark.parametrize("draft", [None, *DRAFTS])
 def test_the_first_weight_may_be_on_disk(on_disk, model, processor, kit, draft):
@@ -92,6 +93,7 @@ def test_tied_weights_are_on_one_device():
             load("zoo:llava-scenes", None, None, given)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", sorted(RECIPES))
 def test_trained_drafters_do_too(split, model, processor, kit, kind):
     options = Options(kind=kind, exit_layer=1) if kind == "kangaroo" else Options(kind=kind)
