@@ -10,6 +10,8 @@ from mmdecode.testing.table import TableAdapter
 from tests.exactness.test_matrix import MODEL, TRIPLES, make, mode
 from tests.support import proxies
 
+EVERY_PAIR = [triple for triple in TRIPLES if not triple.marks]
+
 
 def found(draft, rule, guide, do_sample, wrap):
     """Ids, or the message if the three are refused."""
@@ -27,8 +29,8 @@ def found(draft, rule, guide, do_sample, wrap):
 
 
 @pytest.mark.filterwarnings("ignore:.*is inert in greedy generation:UserWarning")
-@pytest.mark.one_in(31)
-@pytest.mark.parametrize(("draft", "rule", "guide"), TRIPLES)
+@pytest.mark.one_in(6)
+@pytest.mark.parametrize(("draft", "rule", "guide"), EVERY_PAIR)
 def test_parts_that_answer_to_declared_names_alone_give_the_same_ids(draft, rule, guide):
     for do_sample in (False, True):
         expected = found(draft, rule, guide, do_sample, wrap=False)
