@@ -36,6 +36,7 @@ def examples():
                 yield pytest.param(text, shown, id=f"{page.stem}-{index}", marks=needs)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("code", "shown"), [*examples()])
 def test_an_example_prints_what_the_page_shows(code, shown):
     assert shown, "an example that shows nothing proves nothing"

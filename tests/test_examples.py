@@ -63,6 +63,7 @@ def run_with(installed, *command):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_methods_lists_the_drafter_of_another_package(installed):
     shown = run_with(installed, "-m", "mmdecode.cli.app", "methods", "draft", "--json")
     (entry,) = [e for e in json.loads(shown)["draft"] if e["name"] == "bigram"]

@@ -132,6 +132,7 @@ def test_help_lists_the_commands_that_exist_and_no_others():
         assert bool(re.search(rf"^\W*{name}  +\S", shown, re.MULTILINE)) == exists, name
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", EXISTING)
 def test_every_command_has_its_own_help(name):
     done = run_cli(name, "--help")

@@ -122,6 +122,7 @@ def test_a_little_shape_has_more_of_everything_and_the_same_logits(
         assert found[0] < 1e-3 and found[1] < -90
 
 
+@pytest.mark.slow
 def test_ids_and_tokens_per_pass_are_the_same_at_the_width_of_tiny(
     widen, speech, trained, features
 ):

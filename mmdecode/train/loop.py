@@ -17,6 +17,7 @@ from rich.progress import track
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from mmdecode.errors import OptionError
 from mmdecode.runs.files import write_file, write_folder
 from mmdecode.train.distributed import Alone
 
@@ -188,6 +189,71 @@ def boxed(batches: Iterable[Batch], spent_s: float = 0.0) -> Iterator[tuple[Batc
             spent_s += min(now - before, 30.0)  # longer gaps are a suspended machine
         before = now
         yield batch, spent_s
+
+
+class Epochs:
+    """Epochs of a training that ends with the weights of its best epoch, resumable.
+
+    Args:
+        modules: Module with all trained weights.
+        optimizer: Its optimizer.
+        settings: Plain values that a training must share with the one it resumes.
+        file: File of the training state, written after each epoch; a training resumes from it.
+            ``None``: no state is written.
+
+    Attributes:
+        scores: Score of each finished epoch on held-out data; higher is better.
+
+    Raises:
+        OptionError: ``file`` is of a training with other settings.
+    """
+
+    def __init__(
+        self,
+        modules: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        settings: Sequence[Any],
+        file: Path | None = None,
+    ) -> None:
+        self.modules, self.optimizer, self.file = modules, optimizer, file
+        self.scores: list[float] = []
+        self._best: dict[str, Any] | None = None
+        self._settings = json.dumps(settings)
+        if file is None or not file.exists():
+            return
+        state = torch.load(file, weights_only=True)
+        if state["settings"] != self._settings:
+            raise OptionError(
+                f"{file} is the state of a training with other settings or data; delete it to "
+                "start again, or give the same settings and data to resume"
+            )
+        modules.load_state_dict(state["modules"])
+        optimizer.load_state_dict(state["optimizer"])
+        self.scores, self._best = state["scores"], state["best"]
+
+    def left(self, count: int, what: str) -> Iterable[int]:
+        """Iterates over the epochs that are left, with a progress bar labelled ``what``."""
+        return track(range(len(self.scores), count), description=what)
+
+    def end(self, score: float) -> None:
+        """Ends an epoch: keeps the weights if its score is the best so far, writes the state."""
+        if score > max(self.scores, default=-math.inf):
+            self._best = copy.deepcopy(self.modules.state_dict())
+        self.scores.append(score)
+        if self.file is not None:
+            state = {
+                "settings": self._settings,
+                "modules": self.modules.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "scores": self.scores,
+                "best": self._best,
+            }
+            write_state(self.file, state)
+
+    def load_best(self) -> None:
+        """Loads the weights of the best epoch."""
+        if self._best is not None:
+            self.modules.load_state_dict(self._best)
 
 
 def write_state(path: Path, state: Any) -> None:

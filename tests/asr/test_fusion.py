@@ -564,6 +564,7 @@ def published():
     return load(NAME, "cpu", None)
 
 
+@pytest.mark.slow
 @needs_wheel
 def test_a_recogniser_that_marks_spaces_otherwise_scores_texts_by_their_tokens(published):
     model, processor = published

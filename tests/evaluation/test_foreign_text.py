@@ -247,6 +247,7 @@ def test_rows_of_any_text_are_scored_from_files(task, tmp_path):
     checked((tmp_path / "out" / "report.html").read_text())
 
 
+@pytest.mark.slow
 def test_questions_of_a_task_of_ones_own_may_hold_any_text(tmp_path):
     items = [
         YesNoItem(id=text, image=f"scene_{number}.png", question=text, target="yes")

@@ -267,6 +267,7 @@ def of_all(rows):
     return {(row.mode, row.seed, row.id): row for row in rows}
 
 
+@pytest.mark.slow
 def test_seeds_sample_from_the_distribution_itself():
     logits = torch.tensor([0.5, 2.0, -torch.inf, 1.0, -1.0])
     count = 2000

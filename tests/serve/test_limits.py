@@ -274,6 +274,7 @@ def test_a_connection_whose_client_never_reads_is_closed(connection, path):
     assert is_aborted(connection)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "begun",
     [b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\nGET", pytest.param(b"", marks=pytest.mark.slow)],

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -155,6 +156,36 @@ def test_a_head_learns_what_states_say(tmp_path, monkeypatch):
     )
     _, report = train_head(model, Tokenizer(), spoken(80), OPTIONS)
     assert report["word_errors"] > 0.7
+
+
+@pytest.mark.parametrize("rates", [(0.9, 0.8, 0.7, 0.6), (0.9, 0.5, 0.8, 0.7)])
+def test_an_interrupted_training_ends_as_another(tmp_path, monkeypatch, rates):
+    embedding = model_of().get_input_embeddings()
+    model = SimpleNamespace(get_input_embeddings=lambda: embedding)
+    options, file = replace(OPTIONS, epochs=4, dropout=0.2), tmp_path / "head.pt"
+
+    def train(count, rates, state_file=None):
+        """A rate of ``None`` is Ctrl-C."""
+        found = iter(rates)
+
+        def errors(*_):
+            rate = next(found)
+            if rate is None:
+                raise KeyboardInterrupt
+            return rate
+
+        monkeypatch.setattr(ctc, "word_errors", errors)
+        return train_head(model, Tokenizer(), spoken(count), options, state_file)
+
+    whole, expected = train(24, rates)
+    with pytest.raises(KeyboardInterrupt):
+        train(24, [*rates[:2], None], file)
+    with pytest.raises(OptionError, match="other settings or data"):
+        train(25, [], file)
+    resumed, report = train(24, rates[2:], file)
+    assert report == expected
+    for name, weight in whole.state_dict().items():
+        assert torch.equal(resumed.state_dict()[name], weight), name
 
 
 def test_too_few_samples_and_odd_options_are_refused():

@@ -60,6 +60,7 @@ def made(tmp_path_factory):
     return folder, cards
 
 
+@pytest.mark.slow
 def test_the_recipe_makes_three_folders_that_load(made):
     folder, cards = made
     for part, name in NAMES.items():

@@ -103,6 +103,7 @@ def test_a_head_learns_from_spoken_and_from_silent_windows(work, given):
     report = whisper_synth_ctc.run(options, work, work / "head")
     made = CTCHead.from_pretrained(work / "head")
     assert len(made.ids) <= 60 and report["folder"] == str(work / "head")
+    assert not (work / "ctc").exists()  # the state of a training that ended
 
 
 def test_silent_windows_are_of_every_kind(work):

@@ -10,8 +10,6 @@ arXiv:2603.11243 (a CTC text as a draft; there the encoder learns too).
 
 from __future__ import annotations
 
-import copy
-import math
 import re
 import time
 from collections import Counter
@@ -35,6 +33,7 @@ from mmdecode.runs.files import marked_json, refuse_foreign_in, write_file, writ
 from mmdecode.train.drafters.medusa import recognizers_of, set_rate
 from mmdecode.train.drafters.recordings import STATE, forget, read_windows, refuse_finished, stored
 from mmdecode.train.drafters.transcripts import batches_of
+from mmdecode.train.loop import Epochs
 
 if TYPE_CHECKING:
     from mmdecode.asr.recognizers.base import Recognizer
@@ -206,7 +205,11 @@ def ctc_losses(logits: Tensor, frames: Tensor, targets: Sequence[Sequence[int]])
 
 
 def train_head(
-    model: Any, tokenizer: Any, samples: Sequence[Sample], options: CTCOptions
+    model: Any,
+    tokenizer: Any,
+    samples: Sequence[Sample],
+    options: CTCOptions,
+    state_file: Path | None = None,
 ) -> tuple[CTCHead, dict[str, Any]]:
     """Trains a head for a model; a twentieth of the samples, at least 10, is held out.
 
@@ -215,15 +218,16 @@ def train_head(
         tokenizer: Its tokenizer.
         samples: Transcripts and encoder states, as `collect` yields them.
         options: Settings.
+        state_file: File of the training state, written after each epoch; an interrupted training
+            resumes from it. ``None``: no state is written.
 
     Returns:
         The head; and a report with settings, number of subwords and held-out errors by epoch.
 
     Raises:
         InputError: There are fewer than 20 samples.
+        OptionError: ``state_file`` is of a training with other settings or samples.
     """
-    from rich.progress import track
-
     if len(samples) < 20:
         raise InputError(f"{len(samples)} training samples; expected at least 20: add recordings")
     torch.manual_seed(options.seed)
@@ -252,13 +256,14 @@ def train_head(
     head.spellings.copy_(labels)
     optimizer = torch.optim.AdamW(head.parameters(), lr=options.peak_rate, weight_decay=0.01)
     batches = _alike(rest, options.batch)
-    steps, step, best, kept = options.epochs * len(batches), 0, math.inf, None
-    rates = []
-    for epoch in track(range(options.epochs), description="CTC head"):
-        generator = torch.Generator().manual_seed(options.seed * 1000 + epoch)
+    settings = [asdict(options), len(samples), sum(map(sum, targets))]
+    epochs = Epochs(head, optimizer, settings, state_file)
+    for epoch in epochs.left(options.epochs, "CTC head"):
+        torch.manual_seed(options.seed * 1000 + epoch)
         head.train()
-        for number in torch.randperm(len(batches), generator=generator).tolist():
-            set_rate(optimizer, options.peak_rate, step, steps)
+        for done, number in enumerate(torch.randperm(len(batches)).tolist()):
+            step = epoch * len(batches) + done
+            set_rate(optimizer, options.peak_rate, step, options.epochs * len(batches))
             states, lengths = _padded([rest[row] for row in batches[number]], embeddings)
             logits = head(F.dropout(states, options.dropout), lengths, embeddings)
             wanted = [targets[row] for row in batches[number]]
@@ -266,20 +271,17 @@ def train_head(
             nn.utils.clip_grad_norm_(head.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            step += 1
         head.eval()
-        rates.append(round(word_errors(head, tokenizer, valid, embeddings, options.batch), 4))
-        if rates[-1] < best:
-            best, kept = rates[-1], copy.deepcopy(head.state_dict())
-    if kept is not None:
-        head.load_state_dict(kept)
+        epochs.end(-word_errors(head, tokenizer, valid, embeddings, options.batch))
+    epochs.load_best()
+    rates = [round(-score, 4) for score in epochs.scores]
     report = {
         "options": asdict(options),
         "samples": len(samples),
         "subwords": len(speller.ids),
         "parameters": sum(one.numel() for one in head.parameters()),
         "word_errors_by_epoch": rates,
-        "word_errors": best,
+        "word_errors": min(rates),
     }
     return head.eval(), report
 
@@ -374,7 +376,7 @@ def train_from_manifest(
         lambda part: collect(recognizer, part, spoken_in),
         (model_name, str(model.dtype), language),
     )
-    head, report = train_head(model, recognizer.tokenizer, samples, options)
+    head, report = train_head(model, recognizer.tokenizer, samples, options, state / "head.pt")
     write_folder(out, head.save_pretrained)
     report |= {"model": model_name, "seconds": round(time.time() - began, 1)}
     write_file(out / "report.json", marked_json(report))

@@ -12,8 +12,6 @@ mean over heads of the cross-entropy of head k at position t with the label at t
 
 from __future__ import annotations
 
-import copy
-import json
 import math
 import time
 from collections.abc import Sequence
@@ -42,7 +40,7 @@ from mmdecode.runs.files import (
 )
 from mmdecode.train.drafters.recordings import STATE, forget, read_windows, refuse_finished, stored
 from mmdecode.train.drafters.transcripts import Sample, open_past, transcribed
-from mmdecode.train.loop import write_state
+from mmdecode.train.loop import Epochs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,8 +134,6 @@ def train_heads(
         OptionError: ``state_file`` is of a training with other settings or samples.
         UnsupportedModelError: There are no blocks for the model's family.
     """
-    from rich.progress import track
-
     if len(samples) < 20:
         raise InputError(f"{len(samples)} training samples; expected at least 20: add recordings")
     torch.manual_seed(options.seed)
@@ -161,20 +157,10 @@ def train_heads(
     parameters = [*heads.parameters(), *(block.parameters() if block is not None else ())]
     optimizer = torch.optim.AdamW(parameters, lr=options.peak_rate, weight_decay=0.01)
     steps = options.epochs * math.ceil(len(rest) / options.batch)
-    done, best, kept = 0, -1.0, None
     modules = nn.ModuleDict({"heads": heads} | ({"block": block} if block is not None else {}))
-    key = json.dumps([asdict(options), len(samples), int(sum(s.ids.sum() for s in samples))])
-    if state_file is not None and state_file.exists():
-        state = torch.load(state_file, weights_only=True)
-        if state["key"] != key:
-            raise OptionError(
-                f"{state_file} is the state of a training with other settings or data; delete it "
-                "to start again, or give the same settings and data to resume"
-            )
-        modules.load_state_dict(state["modules"])
-        optimizer.load_state_dict(state["optimizer"])
-        done, best, kept = state["done"], state["best"], state["kept"]
-    for epoch in track(range(done, options.epochs), description=f"{options.kind} heads"):
+    settings = [asdict(options), len(samples), int(sum(s.ids.sum() for s in samples))]
+    epochs = Epochs(modules, optimizer, settings, state_file)
+    for epoch in epochs.left(options.epochs, f"{options.kind} heads"):
         generator = torch.Generator().manual_seed(options.seed * 1000 + epoch)
         shuffled = torch.randperm(len(rest), generator=generator).tolist()
         modules.train()
@@ -189,23 +175,8 @@ def train_heads(
             optimizer.zero_grad(set_to_none=True)
         modules.eval()
         hits = ranks(adapter, heads, block, valid, options)
-        score = 1 + float((hits[:, :, 0]).cumprod(0).float().sum(0).mean())
-        if score > best:
-            best, kept = score, copy.deepcopy(modules.state_dict())
-        if state_file is not None:
-            write_state(
-                state_file,
-                {
-                    "key": key,
-                    "modules": modules.state_dict(),
-                    "optimizer": optimizer.state_dict(),
-                    "done": epoch + 1,
-                    "best": best,
-                    "kept": kept,
-                },
-            )
-    if kept is not None:
-        modules.load_state_dict(kept)
+        epochs.end(1 + float((hits[:, :, 0]).cumprod(0).float().sum(0).mean()))
+    epochs.load_best()
     modules.eval()
     hits = ranks(adapter, heads, block, valid, options)
     paths = choose_tree(hits, options.nodes) if options.nodes else None
@@ -215,7 +186,7 @@ def train_heads(
         "accuracy_by_head_and_rank": [
             [round(float(r), 4) for r in h.float().mean(0)] for h in hits
         ],
-        "expected_tokens_per_pass_chain": round(best, 3),
+        "expected_tokens_per_pass_chain": round(max(epochs.scores), 3),
         "expected_tokens_per_pass_tree": round(expected_length(hits, paths), 3) if paths else None,
     }
     if ids is not None:

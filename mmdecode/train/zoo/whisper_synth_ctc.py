@@ -20,6 +20,7 @@ from mmdecode.asr.transcriber import Transcriber
 from mmdecode.errors import MMDecodeError
 from mmdecode.runs.files import marked_json, write_file, write_folder
 from mmdecode.train.drafters.ctc import CTCOptions, Sample, collect, train_head
+from mmdecode.train.drafters.recordings import forget, stored
 from mmdecode.train.speech_windows import WINDOW_S, Windows, synthesise_corpus
 from mmdecode.zoo import synthesis
 
@@ -66,7 +67,8 @@ def run(options: HeadOptions, work: Path, out: Path) -> dict[str, Any]:
 
     Args:
         options: Settings.
-        work: Folder of the corpus, see `mmdecode.train.zoo.whisper_synth`.
+        work: Folder of the corpus, see `mmdecode.train.zoo.whisper_synth`, and of the state in
+            ``ctc``, from which an interrupted training resumes.
         out: Folder of the head.
     """
     synthesise_corpus(work / "corpus", options.utterances, options.seed)
@@ -78,14 +80,25 @@ def run(options: HeadOptions, work: Path, out: Path) -> dict[str, Any]:
         raise MMDecodeError(f"no corpus in {work / 'corpus'}")
     language = recognizer.language_of_name("en")
     spoken = [windows.draw(index % 3 > 0).wave.numpy() for index in range(options.windows)]
-    samples = list(collect(recognizer, spoken, language))
+    samples = stored(
+        work / "ctc",
+        Sample,
+        spoken,
+        lambda part: collect(recognizer, part, language),
+        (options.base, options.seed),
+    )
     quiet = [wave.numpy() for wave in quiet_windows(windows, options.quiet, options.seed)]
     samples += [Sample([], sample.states) for sample in _encoded(recognizer, quiet)]
     head, report = train_head(
-        recognizer.model, recognizer.tokenizer, samples, replace(options.head, seed=options.seed)
+        recognizer.model,
+        recognizer.tokenizer,
+        samples,
+        replace(options.head, seed=options.seed),
+        work / "ctc" / "head.pt",
     )
     write_folder(out, head.save_pretrained)
     write_file(out / "report.json", marked_json(report))
+    forget(work / "ctc")
     return {"folder": str(out)} | report
 
 
