@@ -62,6 +62,7 @@ def test_keys_are_compared_in_constant_time(monkeypatch):
     assert not gate.knows(KEY.encode()) and asked == [(KEY.encode(), KEY.encode())]
 
 
+@pytest.mark.slow
 def test_other_sites_and_other_names_are_kept_out(server):
     for headers in ({"Origin": "http://evil.example"}, {"Origin": "null"},
                     {"Host": "evil.example"}, {"Host": "127.0.0.1.evil.example:80"}):  # fmt: skip
@@ -92,7 +93,7 @@ def test_requests_that_are_too_large_are_not_read(server):
     assert server.is_idle()
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [0, 4 << 20], ids=["nothing", "all"])
 def test_a_refusal_is_read_by_a_client_that_sends_all_or_nothing_of_its_body_first(server, size):
     host, port = server.url.partition("//")[2].split(":")
@@ -189,6 +190,7 @@ def test_a_request_that_takes_too_long_is_ended(monkeypatch):
         assert server.is_idle()
 
 
+@pytest.mark.slow
 def test_rates_and_connections_of_one_address():
     with running(Limits(rate=6, connections_of_client=1), chat=False) as server:
         answers = [httpx.get(f"{server.url}/v1/models") for _ in range(8)]
@@ -391,6 +393,7 @@ def test_with_a_key_a_proxy_may_pass_its_own_name_on():
     assert hosts_of("127.0.0.1", KEY) is None and hosts_of("0.0.0.0", KEY) is None
 
 
+@pytest.mark.slow
 def test_few_websockets_wait_for_a_key():
     import websockets
 

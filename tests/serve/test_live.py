@@ -134,12 +134,14 @@ def test_a_server_that_mixes_streams_up_is_noticed(server, monkeypatch):
         all_words(server)
 
 
+@pytest.mark.slow
 def test_samples_may_be_cut_anywhere_and_need_no_start(server):
     samples = pcm(wave(3, 2.5))
     *_, done = asyncio.run(streamed(server.socket_url, samples, block=3201))
     assert done["text"] == words_of(samples)
 
 
+@pytest.mark.slow
 def test_a_client_that_goes_leaves_nothing(server):
     async def leave():
         async with websockets.connect(server.socket_url) as socket:
