@@ -179,7 +179,6 @@ def test_what_cannot_be_read_is_refused_in_the_words_of_the_readers(decoder, kin
     assert decoder.counts == before._replace(refused=before.refused + 2)
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # soundfile's
 @pytest.mark.parametrize("count", [300, pytest.param(6000, marks=pytest.mark.slow)])
 def test_broken_files_end_as_they_do_here(decoder, audio, count):
