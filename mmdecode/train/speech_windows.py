@@ -67,7 +67,6 @@ def synthesise_corpus(folder: Path, count: int, seed: int, shard: int = 1000) ->
         seed: Seed of sentences and voices.
         shard: Sentences per file.
     """
-    torch.set_num_threads(1)
     engine = synthesis.Espeak()
     for start in track(range(0, count, shard), description="speaking"):
         path = folder / f"{start:07d}.npz"

@@ -10,7 +10,7 @@ from mmdecode.asr.transcriber import Transcriber
 from mmdecode.models.ctc_head import CTCHead
 from mmdecode.train.drafters.ctc import CTCOptions
 from mmdecode.train.zoo import whisper_synth_ctc, whisper_synth_stream
-from mmdecode.train.zoo.whisper_synth_ctc import HeadOptions, quiet_windows
+from mmdecode.train.zoo.whisper_synth_ctc import EpochSamples, HeadOptions, quiet_window
 from mmdecode.train.zoo.whisper_synth_stream import (
     PrefixStream,
     PrefixWindows,
@@ -99,14 +99,28 @@ def test_batches_are_prefixes_of_one_length(work):
 @pytest.mark.slow
 def test_a_head_learns_from_spoken_and_from_silent_windows(work, given):
     head = CTCOptions(vocabulary=60, strides=(), heads=2, feed_forward=32, epochs=2, batch=4)
-    options = HeadOptions(windows=20, quiet=6, head=head)
+    options = HeadOptions(windows=24, quiet=0.3, head=head)
     report = whisper_synth_ctc.run(options, work, work / "head")
     made = CTCHead.from_pretrained(work / "head")
     assert len(made.ids) <= 60 and report["folder"] == str(work / "head")
-    assert not (work / "ctc").exists()  # the state of a training that ended
+    assert not (work / "head.pt").exists()  # the state of a training that ended
+
+
+def test_the_windows_of_an_epoch_depend_on_the_seed_and_the_epoch_alone(work):
+    head = CTCOptions(vocabulary=60, strides=(), heads=2, feed_forward=32, epochs=3, batch=4)
+    options = HeadOptions(windows=6, head=head)
+    running, resumed = (EpochSamples(work / "corpus", options) for _ in range(2))
+    first, second = running(0), running(1)
+    assert len(first) == len(second) == 6
+    again = resumed(1)
+    assert [one.ids for one in again] == [one.ids for one in second]
+    assert all(torch.equal(a.states, b.states) for a, b in zip(again, second, strict=True))
+    assert not torch.equal(first[0].states, second[0].states)
+    for sample in first:
+        assert sample.states.shape == (200, 128) and sample.states.dtype == torch.float16
 
 
 def test_silent_windows_are_of_every_kind(work):
     windows = PrefixWindows(work / "corpus", causal_whisper()[1], 0)
-    found = [wave.abs().max().item() for wave in quiet_windows(windows, 40, 1)]
+    found = [quiet_window(windows).abs().max().item() for _ in range(40)]
     assert 0.0 in found and max(found) > 0.1 and len(set(found)) > 20

@@ -210,6 +210,7 @@ def train_head(
     samples: Sequence[Sample],
     options: CTCOptions,
     state_file: Path | None = None,
+    further: Callable[[int], Sequence[Sample]] | None = None,
 ) -> tuple[CTCHead, dict[str, Any]]:
     """Trains a head for a model; a twentieth of the samples, at least 10, is held out.
 
@@ -220,6 +221,8 @@ def train_head(
         options: Settings.
         state_file: File of the training state, written after each epoch; an interrupted training
             resumes from it. ``None``: no state is written.
+        further: Returns the samples of an epoch from its number, of which the first is 1; subwords
+            and held-out samples are those of ``samples``. ``None``: every epoch has ``samples``.
 
     Returns:
         The head; and a report with settings, number of subwords and held-out errors by epoch.
@@ -233,9 +236,9 @@ def train_head(
     torch.manual_seed(options.seed)
     order = torch.randperm(len(samples)).tolist()
     held = max(10, len(samples) // 20)
-    valid, rest = [samples[i] for i in order[:held]], [samples[i] for i in order[held:]]
+    valid = [samples[i] for i in order[:held]]
+    rest: Sequence[Sample] = [samples[i] for i in order[held:]]
     speller = Speller(tokenizer, [sample.ids for sample in rest], options.vocabulary)
-    targets = [speller.spelled(sample.ids) for sample in rest]
     table = model.get_input_embeddings().weight.detach()
     embeddings, labels = table[speller.ids].float(), speller.labels(tokenizer, len(table))
     head = CTCHead(
@@ -255,18 +258,21 @@ def train_head(
     head.ids.copy_(torch.tensor(speller.ids))
     head.spellings.copy_(labels)
     optimizer = torch.optim.AdamW(head.parameters(), lr=options.peak_rate, weight_decay=0.01)
-    batches = _alike(rest, options.batch)
-    settings = [asdict(options), len(samples), sum(map(sum, targets))]
+    settings = [asdict(options), len(samples), sum(sum(sample.ids) for sample in rest)]
     epochs = Epochs(head, optimizer, settings, state_file)
     for epoch in epochs.left(options.epochs, "CTC head"):
         torch.manual_seed(options.seed * 1000 + epoch)
+        if epoch and further is not None:
+            rest = further(epoch)
+        batches = _alike(rest, options.batch)
         head.train()
         for done, number in enumerate(torch.randperm(len(batches)).tolist()):
             step = epoch * len(batches) + done
             set_rate(optimizer, options.peak_rate, step, options.epochs * len(batches))
-            states, lengths = _padded([rest[row] for row in batches[number]], embeddings)
+            batch = [rest[row] for row in batches[number]]
+            states, lengths = _padded(batch, embeddings)
             logits = head(F.dropout(states, options.dropout), lengths, embeddings)
-            wanted = [targets[row] for row in batches[number]]
+            wanted = [speller.spelled(sample.ids) for sample in batch]
             ctc_losses(logits, head.lengths(lengths), wanted).mean().backward()
             nn.utils.clip_grad_norm_(head.parameters(), 1.0)
             optimizer.step()

@@ -347,13 +347,18 @@ def export(
     write_folder(out, fill)
 
 
+def _speak(corpus: Path, count: int, seed: int) -> None:
+    torch.set_num_threads(1)  # training has the others
+    synthesise_corpus(corpus, count, seed)
+
+
 def run(options: WhisperSynthOptions, work: Path, out: Path) -> dict[str, Any]:
     """Trains the model while another process synthesises the corpus; resumable."""
     import multiprocessing
 
     corpus = work / "corpus"
     speaker = multiprocessing.get_context("spawn").Process(
-        target=synthesise_corpus, args=(corpus, options.utterances, options.seed), daemon=True
+        target=_speak, args=(corpus, options.utterances, options.seed), daemon=True
     )
     speaker.start()
     while len(list(corpus.glob("*[0-9].npz"))) < 2:
