@@ -92,10 +92,10 @@ class EncodedWindows(torch.utils.data.IterableDataset[tuple[list[list[int]], np.
         """Yields the batches of an epoch."""
         for start in range(0, self.options.windows, self.options.head.batch):
             size = min(self.options.head.batch, self.options.windows - start)
-            drawn = [self.draw(windows) for _ in range(size)]
-            waves = [wave.numpy() for wave, _ in drawn]
+            sampled = [self.draw(windows) for _ in range(size)]
+            waves = [wave.numpy() for wave, _ in sampled]
             encoded = recognizer.encode(recognizer.features(waves), [WINDOW_S] * size)
-            yield [text for _, text in drawn], encoded.states.half().numpy()
+            yield [text for _, text in sampled], encoded.states.half().numpy()
 
     def draw(self, windows: Windows) -> tuple[Tensor, list[int]]:
         """Samples a window, and the text tokens of its label."""
