@@ -1,6 +1,6 @@
 """Punctuation with a fixed delay: F1 of marks, capitals and disfluencies, and time per word.
 
-    python benchmarks/punctuation.py --page docs/punctuation.md  # needs debian-handbook, 10 min
+    python benchmarks/punctuation.py --page docs/punctuation.md  # minutes, needs debian-handbook
 
 Texts are held out: paragraphs of the zoo's grammar, and sections of the Debian Administrator's
 Handbook, fluent and with inserted disfluencies. Marks and capitals are taken away, words come one

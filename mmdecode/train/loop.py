@@ -222,7 +222,7 @@ class Epochs:
         if file is None or not file.exists():
             return
         state = torch.load(file, weights_only=True)
-        if state["settings"] != self._settings:
+        if state.get("settings") != self._settings:  # earlier versions wrote none
             raise OptionError(
                 f"{file} is the state of a training with other settings or data; delete it to "
                 "start again, or give the same settings and data to resume"

@@ -254,6 +254,7 @@ MATRIX_DRAFTS = [name for name in DRAFTS if not name.startswith("known")]
 """All but those that are given what is generated."""
 MATRIX_ROWS = [(None, 1), ("vcd", 1)]
 MATRIX_ROWS += [(guide, 8) for guide in (None, "vcd", "m3id", "dola", "pai", "rbd")]
+"""Guides with batches: rows alone are those of one guide and of none."""
 
 
 @pytest.mark.one_in(160)

@@ -182,6 +182,9 @@ def test_an_interrupted_training_ends_as_another(tmp_path, monkeypatch, rates):
         train(24, [*rates[:2], None], file)
     with pytest.raises(OptionError, match="other settings or data"):
         train(25, [], file)
+    torch.save({"key": "as before"}, tmp_path / "older.pt")
+    with pytest.raises(OptionError, match="other settings or data"):
+        train(24, [], tmp_path / "older.pt")
     resumed, report = train(24, rates[2:], file)
     assert report == expected
     for name, weight in whole.state_dict().items():

@@ -103,7 +103,7 @@ def test_a_head_learns_from_spoken_and_from_silent_windows(work, given):
     report = whisper_synth_ctc.run(options, work, work / "head")
     made = CTCHead.from_pretrained(work / "head")
     assert len(made.ids) <= 60 and report["folder"] == str(work / "head")
-    assert not (work / "head.pt").exists()  # the state of a training that ended
+    assert not (work / "ctc").exists()  # the state of a training that ended
 
 
 def test_the_windows_of_an_epoch_depend_on_the_seed_and_the_epoch_alone(work):

@@ -258,7 +258,7 @@ def train_head(
     head.ids.copy_(torch.tensor(speller.ids))
     head.spellings.copy_(labels)
     optimizer = torch.optim.AdamW(head.parameters(), lr=options.peak_rate, weight_decay=0.01)
-    settings = [asdict(options), len(samples), sum(sum(sample.ids) for sample in rest)]
+    settings = [asdict(options), len(samples), sum(sum(sample.ids) for sample in samples)]
     epochs = Epochs(head, optimizer, settings, state_file)
     for epoch in epochs.left(options.epochs, "CTC head"):
         torch.manual_seed(options.seed * 1000 + epoch)
@@ -295,7 +295,7 @@ def train_head(
 def word_errors(
     head: CTCHead, tokenizer: Any, samples: Sequence[Sample], embeddings: Tensor, batch: int
 ) -> float:
-    """Returns the word error rate of a head's texts against the model's own transcripts.
+    """Returns the word error rate of a head's texts against the labels of samples.
 
     Args:
         head: The head.

@@ -186,7 +186,7 @@ def train_heads(
         "accuracy_by_head_and_rank": [
             [round(float(r), 4) for r in h.float().mean(0)] for h in hits
         ],
-        "expected_tokens_per_pass_chain": round(max(epochs.scores), 3),
+        "expected_tokens_per_pass_chain": round(max(epochs.scores, default=-1.0), 3),
         "expected_tokens_per_pass_tree": round(expected_length(hits, paths), 3) if paths else None,
     }
     if ids is not None:

@@ -21,6 +21,7 @@ from mmdecode.asr.transcriber import Transcriber
 from mmdecode.errors import MMDecodeError
 from mmdecode.runs.files import marked_json, write_file, write_folder
 from mmdecode.train.drafters.ctc import CTCOptions, Sample, train_head
+from mmdecode.train.drafters.recordings import forget
 from mmdecode.train.speech_windows import WINDOW_S, Windows, synthesise_corpus
 from mmdecode.zoo import synthesis
 
@@ -147,22 +148,22 @@ def run(options: HeadOptions, work: Path, out: Path) -> dict[str, Any]:
     Args:
         options: Settings.
         work: Folder of the corpus, see `mmdecode.train.zoo.whisper_synth`, and of the state of the
-            training, ``head.pt``.
+            training, in ``ctc``, until it ends.
         out: Folder of the head.
     """
     synthesise_corpus(work / "corpus", options.utterances, options.seed)
     options = replace(options, head=replace(options.head, seed=options.seed))
     recognizer = Transcriber.from_pretrained(options.base, device="cpu").recognizer
-    samples, state = EpochSamples(work / "corpus", options), work / "head.pt"
+    samples, state = EpochSamples(work / "corpus", options), work / "ctc"
     head, report = train_head(
         recognizer.model,
         recognizer.tokenizer,
         samples(0),
         options.head,
-        state,
+        state / "head.pt",
         samples,
     )
     write_folder(out, head.save_pretrained)
     write_file(out / "report.json", marked_json(report))
-    state.unlink()
+    forget(state)
     return {"folder": str(out)} | report
