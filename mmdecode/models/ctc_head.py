@@ -1,11 +1,11 @@
 """CTC head on a recogniser's encoder: the text of a recording in one cheap pass, token by token.
 
-Strided convolutions over the encoder's states, or a Transformer layer, then logits over a blank and
-the head's subwords.
-Logits are products with the model's own token embeddings (tied in recognisers), so that the head
+Residual blocks or strided convolutions over the encoder's states, or both, then logits over a blank
+and the head's subwords. Logits are products with the model's own token embeddings (tied in recognisers), so that the head
 stores no output matrix. Subwords are a part of the decoder's vocabulary: rare words are spelled.
 
-Source: Graves et al. 2006 (connectionist temporal classification).
+Sources: Graves et al. 2006 (connectionist temporal classification); Liu et al. 2022,
+arXiv:2201.03545 (the residual block, of two-dimensional convolutions).
 """
 
 from __future__ import annotations
@@ -26,6 +26,33 @@ BLANK = 0
 """Index of the blank among the logits; subword i of the head has index i + 1."""
 
 
+class SeparableBlock(nn.Module):
+    """Residual block: a convolution of each channel over time, then a feed-forward part.
+
+    Args:
+        width: Number of channels.
+        kernel: Width of the convolution in states; an odd number.
+        feed_forward: Width of the feed-forward part.
+    """
+
+    def __init__(self, width: int, kernel: int, feed_forward: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(width, width, kernel, padding=kernel // 2, groups=width)
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, feed_forward)
+        self.down = nn.Linear(feed_forward, width)
+
+    def forward(self, states: Tensor, real: Tensor) -> Tensor:
+        """Computes states of the same shape ``(B, S, width)``.
+
+        Args:
+            states: States, ``(B, S, width)``.
+            real: True at states that are not padding, which are read as zeros, ``(B, S)``.
+        """
+        mixed = self.conv((states * real[..., None]).transpose(1, 2)).transpose(1, 2)
+        return states + self.down(nn.functional.gelu(self.up(self.norm(mixed))))
+
+
 class CTCHead(SavedDrafter):
     """Convolutions over encoder states with logits over a blank and N subwords.
 
@@ -34,8 +61,8 @@ class CTCHead(SavedDrafter):
             embeddings), ``inner_size`` (width of the convolutions), ``kernel`` (their odd width in
             states), ``strides`` (one per convolution) and ``subwords`` (their number N); where
             known, ``vocab_size``, the number of token embeddings, and ``spelled``, the most labels
-            that spell a token of the model. With ``heads`` there is a Transformer layer before the
-            convolutions, with so many attention heads and a feed-forward part of ``feed_forward``;
+            that spell a token of the model. With ``blocks`` there are so many blocks before the
+            convolutions, with a feed-forward part of ``feed_forward``, see `SeparableBlock`;
             ``strides`` may then be empty.
 
     Attributes:
@@ -54,17 +81,10 @@ class CTCHead(SavedDrafter):
         self.config = dict(config)
         width, inner = config["source_size"], config["inner_size"]
         self.kernel, self.strides = config["kernel"], tuple(config["strides"])
-        self.attention: nn.TransformerEncoderLayer | None = None
-        if config.get("heads"):
-            self.attention = nn.TransformerEncoderLayer(
-                width,
-                config["heads"],
-                config["feed_forward"],
-                dropout=0.0,
-                activation="gelu",
-                batch_first=True,
-                norm_first=True,
-            )
+        self.blocks = nn.ModuleList(
+            SeparableBlock(width, self.kernel, config["feed_forward"])
+            for _ in range(config.get("blocks", 0))
+        )
         self.norm = nn.LayerNorm(width)
         self.layers = nn.ModuleList(
             nn.Conv1d(inner if index else width, inner, self.kernel, stride, self.kernel // 2)
@@ -104,9 +124,10 @@ class CTCHead(SavedDrafter):
             lengths: Number of states of each row that are not padding, ``(B,)``.
             embeddings: Embeddings of the head's subwords, ``(N, hidden_size)``.
         """
-        if self.attention is not None:
-            order = torch.arange(states.shape[1], device=states.device)
-            states = self.attention(states, src_key_padding_mask=order >= lengths[:, None])
+        if self.blocks:
+            real = torch.arange(states.shape[1], device=states.device) < lengths[:, None]
+            for block in self.blocks:
+                states = block(states, real)
         hidden = self.norm(states).transpose(1, 2)
         for layer, stride in zip(self.layers, self.strides, strict=True):
             real = torch.arange(hidden.shape[2], device=hidden.device) < lengths[:, None, None]

@@ -45,7 +45,7 @@ class HeadOptions:
     quiet: float = 0.1
     head: CTCOptions = field(
         default_factory=lambda: CTCOptions(
-            vocabulary=2000, strides=(), heads=4, feed_forward=640, epochs=30, peak_rate=1e-3
+            vocabulary=2000, strides=(), blocks=5, kernel=15, epochs=30, peak_rate=4e-3
         )
     )
     seed: int = 17
