@@ -1,8 +1,9 @@
 """CTC head on a recogniser's encoder: the text of a recording in one cheap pass, token by token.
 
 Residual blocks or strided convolutions over the encoder's states, or both, then logits over a blank
-and the head's subwords. Logits are products with the model's own token embeddings (tied in recognisers), so that the head
-stores no output matrix. Subwords are a part of the decoder's vocabulary: rare words are spelled.
+and the head's subwords. Logits are products with the model's own token embeddings (tied in
+recognisers), so that the head stores no output matrix. Subwords are a part of the decoder's
+vocabulary: rare words are spelled.
 
 Sources: Graves et al. 2006 (connectionist temporal classification); Liu et al. 2022,
 arXiv:2201.03545 (the residual block, of two-dimensional convolutions).
