@@ -1,7 +1,7 @@
 """CTC head on a recogniser's encoder: the text of a recording in one cheap pass, token by token.
 
-Residual blocks or strided convolutions over the encoder's states, or both, then logits over a blank
-and the head's subwords. Logits are products with the model's own token embeddings (tied in
+Strided convolutions over the encoder's states, plain or in residual blocks, then logits over a
+blank and the head's subwords. Logits are products with the model's own token embeddings (tied in
 recognisers), so that the head stores no output matrix. Subwords are a part of the decoder's
 vocabulary: rare words are spelled.
 
@@ -33,25 +33,30 @@ class SeparableBlock(nn.Module):
     Args:
         width: Number of channels.
         kernel: Width of the convolution in states; an odd number.
+        stride: Its stride.
         feed_forward: Width of the feed-forward part.
     """
 
-    def __init__(self, width: int, kernel: int, feed_forward: int) -> None:
+    def __init__(self, width: int, kernel: int, stride: int, feed_forward: int) -> None:
         super().__init__()
-        self.conv = nn.Conv1d(width, width, kernel, padding=kernel // 2, groups=width)
+        # on CPU, in two dimensions with channels last: up to 20 times as fast
+        self.conv = nn.Conv2d(
+            width, width, (1, kernel), (1, stride), (0, kernel // 2), groups=width
+        )
         self.norm = nn.LayerNorm(width)
         self.up = nn.Linear(width, feed_forward)
         self.down = nn.Linear(feed_forward, width)
 
-    def forward(self, states: Tensor, real: Tensor) -> Tensor:
-        """Computes states of the same shape ``(B, S, width)``.
+    def forward(self, states: Tensor) -> Tensor:
+        """Computes states ``(B, width, S')``, one for each stride.
 
         Args:
-            states: States, ``(B, S, width)``.
-            real: True at states that are not padding, which are read as zeros, ``(B, S)``.
+            states: States, ``(B, width, S)``.
         """
-        mixed = self.conv((states * real[..., None]).transpose(1, 2)).transpose(1, 2)
-        return states + self.down(nn.functional.gelu(self.up(self.norm(mixed))))
+        rows = states[:, :, None].contiguous(memory_format=torch.channels_last)
+        mixed = self.norm(self.conv(rows)[:, :, 0].mT)
+        added = self.down(nn.functional.gelu(self.up(mixed)))
+        return states[..., :: self.conv.stride[1]] + added.mT
 
 
 class CTCHead(SavedDrafter):
@@ -62,9 +67,8 @@ class CTCHead(SavedDrafter):
             embeddings), ``inner_size`` (width of the convolutions), ``kernel`` (their odd width in
             states), ``strides`` (one per convolution) and ``subwords`` (their number N); where
             known, ``vocab_size``, the number of token embeddings, and ``spelled``, the most labels
-            that spell a token of the model. With ``blocks`` there are so many blocks before the
-            convolutions, with a feed-forward part of ``feed_forward``, see `SeparableBlock`;
-            ``strides`` may then be empty.
+            that spell a token of the model. With ``feed_forward`` each convolution is that of a
+            `SeparableBlock` with so wide a feed-forward part, and ``inner_size`` is not used.
 
     Attributes:
         ids: Token ids of the subwords, in the decoder's vocabulary, ``(N,)``.
@@ -82,16 +86,20 @@ class CTCHead(SavedDrafter):
         self.config = dict(config)
         width, inner = config["source_size"], config["inner_size"]
         self.kernel, self.strides = config["kernel"], tuple(config["strides"])
-        self.blocks = nn.ModuleList(
-            SeparableBlock(width, self.kernel, config["feed_forward"])
-            for _ in range(config.get("blocks", 0))
-        )
         self.norm = nn.LayerNorm(width)
-        self.layers = nn.ModuleList(
-            nn.Conv1d(inner if index else width, inner, self.kernel, stride, self.kernel // 2)
-            for index, stride in enumerate(self.strides)
-        )
-        self.output = nn.Linear(inner if self.strides else width, config["hidden_size"])
+        self.separable = bool(config.get("feed_forward"))
+        if self.separable:
+            self.layers = nn.ModuleList(
+                SeparableBlock(width, self.kernel, stride, config["feed_forward"])
+                for stride in self.strides
+            )
+            inner = width
+        else:
+            self.layers = nn.ModuleList(
+                nn.Conv1d(inner if index else width, inner, self.kernel, stride, self.kernel // 2)
+                for index, stride in enumerate(self.strides)
+            )
+        self.output = nn.Linear(inner, config["hidden_size"])
         self.blank = nn.Parameter(torch.zeros(config["hidden_size"]))
         self.bias = nn.Parameter(torch.zeros(config["subwords"] + 1))
         self.register_buffer("ids", torch.zeros(config["subwords"], dtype=torch.long))
@@ -125,16 +133,14 @@ class CTCHead(SavedDrafter):
             lengths: Number of states of each row that are not padding, ``(B,)``.
             embeddings: Embeddings of the head's subwords, ``(N, hidden_size)``.
         """
-        if self.blocks:
-            real = torch.arange(states.shape[1], device=states.device) < lengths[:, None]
-            for block in self.blocks:
-                states = block(states, real)
-        hidden = self.norm(states).transpose(1, 2)
+        hidden = (states if self.separable else self.norm(states)).transpose(1, 2)
         for layer, stride in zip(self.layers, self.strides, strict=True):
             real = torch.arange(hidden.shape[2], device=hidden.device) < lengths[:, None, None]
-            hidden = nn.functional.gelu(layer(hidden * real))
+            hidden = layer(hidden * real)
+            hidden = hidden if self.separable else nn.functional.gelu(hidden)
             lengths = (lengths - 1).div(stride, rounding_mode="floor") + 1
-        hidden = self.output(hidden.transpose(1, 2))
+        hidden = hidden.transpose(1, 2)
+        hidden = self.output(self.norm(hidden) if self.separable else hidden)
         return hidden @ torch.cat([self.blank[None], embeddings]).T + self.bias
 
     @torch.no_grad()

@@ -98,7 +98,7 @@ def test_batches_are_prefixes_of_one_length(work):
 
 @pytest.mark.slow
 def test_a_head_learns_from_spoken_and_from_silent_windows(work, given):
-    head = CTCOptions(vocabulary=60, strides=(), blocks=2, feed_forward=32, epochs=2, batch=4)
+    head = CTCOptions(vocabulary=60, strides=(2, 1), feed_forward=32, epochs=2, batch=4)
     options = HeadOptions(windows=24, quiet=0.3, head=head)
     report = whisper_synth_ctc.run(options, work, work / "head")
     made = CTCHead.from_pretrained(work / "head")
@@ -107,7 +107,7 @@ def test_a_head_learns_from_spoken_and_from_silent_windows(work, given):
 
 
 def test_the_windows_of_an_epoch_depend_on_the_seed_and_the_epoch_alone(work):
-    head = CTCOptions(vocabulary=60, strides=(), blocks=2, feed_forward=32, epochs=3, batch=4)
+    head = CTCOptions(vocabulary=60, strides=(2, 1), feed_forward=32, epochs=3, batch=4)
     options = HeadOptions(windows=6, head=head)
     running, resumed = (EpochSamples(work / "corpus", options) for _ in range(2))
     first, second = running(0), running(1)

@@ -50,8 +50,8 @@ class CTCOptions:
         kernel: Width of a convolution in frames; an odd number.
         strides: Stride of each convolution. Their product is the number of encoder states per frame
             of logits.
-        blocks: Number of residual blocks before the convolutions, which have the same kernel.
-        feed_forward: Width of their feed-forward part.
+        feed_forward: Width of the feed-forward part of each convolution, which makes it a residual
+            block without ``inner``, see `mmdecode.models.ctc_head`; 0: plain convolutions.
         epochs: Number of epochs; the weights of the epoch with the fewest errors on held-out
             samples are kept.
         peak_rate: Highest learning rate (AdamW, cosine schedule).
@@ -64,8 +64,7 @@ class CTCOptions:
     inner: int = 288
     kernel: int = 5
     strides: tuple[int, ...] = (2, 1)
-    blocks: int = 0
-    feed_forward: int = 256
+    feed_forward: int = 0
     epochs: int = 15
     peak_rate: float = 2e-3
     batch: int = 16
@@ -74,11 +73,11 @@ class CTCOptions:
 
     def __post_init__(self) -> None:
         counts = (self.vocabulary, self.inner, self.epochs, self.batch, *self.strides)
-        if min(counts) < 1 or self.kernel % 2 == 0 or not (self.strides or self.blocks):
+        if min(counts) < 1 or self.kernel % 2 == 0 or not self.strides:
             raise OptionError(
                 f"vocabulary={self.vocabulary}, inner={self.inner}, epochs={self.epochs}, "
                 f"batch={self.batch}, strides={self.strides}, kernel={self.kernel}; expected "
-                "numbers of at least 1, at least one stride or block, and an odd kernel"
+                "numbers of at least 1, at least one stride, and an odd kernel"
             )
 
 
@@ -248,7 +247,6 @@ def train_head(
             "inner_size": options.inner,
             "kernel": options.kernel,
             "strides": list(options.strides),
-            "blocks": options.blocks,
             "feed_forward": options.feed_forward,
             "subwords": len(speller.ids),
             "vocab_size": len(table),

@@ -45,7 +45,12 @@ class HeadOptions:
     quiet: float = 0.1
     head: CTCOptions = field(
         default_factory=lambda: CTCOptions(
-            vocabulary=2000, strides=(), blocks=5, kernel=15, epochs=30, peak_rate=4e-3
+            vocabulary=2000,
+            strides=(1, 2, 1, 1, 1),
+            kernel=15,
+            feed_forward=256,
+            epochs=25,
+            peak_rate=4e-3,
         )
     )
     seed: int = 17
