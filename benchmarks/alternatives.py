@@ -71,6 +71,8 @@ def examples(ours: Any, head: CTCHead, work: Path, count: int, seed: int) -> Ite
                 continue
             waves.append(windows.damage(nn.functional.pad(wave, (0, RATE // 4))).numpy())
             texts.append(words)
+        if not waves:
+            continue
         encoded = ours.encode(ours.features(waves), [len(wave) / RATE for wave in waves])
         for row, (wave, words) in enumerate(zip(waves, texts, strict=True)):
             frames = min(200, round(len(wave) / RATE / FRAME_S))
@@ -141,7 +143,7 @@ class Refiner:
         hidden = (torch.tensor(chances) < 0.9) | (rng < 0.3)
         text = torch.tensor(labels)
         text[hidden] = self.decoder.mask
-        if rng[0] < 0.5:  # dynamic rectification: learn to correct own guesses
+        if torch.rand(()) < 0.5:  # dynamic rectification: learn to correct own guesses
             with torch.no_grad():
                 guess = self.decoder([text], [example.states])[0].argmax(-1)
             shown = hidden & (torch.rand(len(labels)) < 0.5)

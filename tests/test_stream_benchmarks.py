@@ -55,7 +55,7 @@ def head(tmp_path):
     config = recognizer.model.config
     sizes = {"source_size": config.d_model, "hidden_size": config.d_model, "inner_size": 16}
     made = CTCHead(
-        {**sizes, "kernel": 3, "strides": [], "subwords": 50, "vocab_size": config.vocab_size}
+        {**sizes, "kernel": 3, "strides": [1], "subwords": 50, "vocab_size": config.vocab_size}
     )
     made.ids.copy_(torch.arange(50))
     made.save_pretrained(tmp_path / "head")

@@ -11,7 +11,8 @@ A token that the head does not have is spelled with its labels, as in the head's
 scored by all of them. Labels and end share the probability that p gives them together. Ids without
 a spelling, such as timestamps, keep their own, and the prefix stays as it is. Only the decoder's
 most likely labels are scored; the others are excluded. A text that goes round in circles, or that
-nobody has spoken, has a small prefix score.
+nobody has spoken, has a small prefix score. A token that does not fit into the frames any more
+leaves the prefix as it is: every further label then has the smallest score, and the end does not.
 
 Scores are computed in float64, by two cumulative sums per label instead of a loop over frames. With
 the sums ``X_t`` of a label's log-probabilities and ``B_t`` of the blank's up to frame t,
@@ -147,6 +148,14 @@ class PrefixScorer:
             prefixes = longer.where(labels[..., step] > 0, prefixes)
         return prefixes
 
+    def followed(self, prefixes: Prefixes, labels: Tensor) -> Prefixes:
+        """Returns the prefixes ``(B, N)`` with a spelled token ``(B, N, K)`` more, if it fits.
+
+        Prefixes that leave the token no frame stay as they are.
+        """
+        longer = self.spelled(prefixes, labels)
+        return longer.where(longer.score - prefixes.score > NEVER / 2, prefixes)
+
     def spelled_scores(self, prefixes: Prefixes, labels: Tensor) -> Tensor:
         """Returns log prefix scores with each of C spelled tokens more, ``(B, N, C)``.
 
@@ -154,12 +163,21 @@ class PrefixScorer:
             prefixes: Prefixes ``(B, N)``.
             labels: Labels ``(B, N, C, K)``; 0: no label.
         """
-        if labels.shape[-1] == 1 or not bool((labels[..., 1:] > 0).any()):
-            return self.scores(prefixes, labels[..., 0])
-        size = labels.shape[1:3]
-        rows = torch.arange(size[0], device=labels.device).repeat_interleave(size[1])
-        wide = prefixes.at(rows.expand(len(labels), -1))
-        return self.spelled(wide, labels.flatten(1, 2)).score.unflatten(1, size)
+        found = self.scores(prefixes, labels[..., 0])
+        sizes = (labels > 0).sum(-1)
+        count = int((sizes > 1).sum(-1).max())
+        if not count:
+            return found
+        longest = sizes.topk(count, -1).indices  # no other token has further labels
+        rows = torch.arange(labels.shape[1], device=labels.device).repeat_interleave(count)
+        index = longest[..., None].expand(-1, -1, -1, labels.shape[-1])
+        spelling = labels.gather(2, index).flatten(1, 2)
+        last = sizes.gather(2, longest).flatten(1, 2)[..., None] - 1
+        final = spelling.gather(2, last.clamp_min(0))
+        before = spelling.scatter(2, last.clamp_min(0), 0)
+        wide = self.spelled(prefixes.at(rows.expand(len(labels), -1)), before)
+        scores = self.scores(wide, final)[..., 0].unflatten(1, (-1, count))
+        return found.scatter(2, longest, scores)
 
     def _before(self, prefixes: Prefixes, labels: Tensor) -> Tensor:
         """Returns phi of the frames before each frame, ``(B, N, T)``."""
@@ -195,7 +213,8 @@ class CTCScore(Guide):
     Args:
         head: The head, trained for the model by ``mmdecode train ctc``.
         weight: Weight w of the prefix score, 0 to 1.
-        candidates: Number of the decoder's most likely labels that are scored; 0: all.
+        candidates: Number of the decoder's most likely labels that are scored; 0: all, which takes
+            some 100 bytes per row, position, token of the vocabulary and frame.
         floor: Smallest log-probability that the prefix score gives a label, so that it cannot
             exclude a rare word alone.
 
@@ -315,19 +334,20 @@ class CTCScore(Guide):
     def _at_nodes(self, constants: Constants, call: Call, proposal: Proposal) -> Prefixes:
         """Returns the prefixes of root and nodes, ``(B, N + 1)``."""
         root = self._committed(constants, call)
-        size = proposal.size
-        if not size:
+        if not proposal.size:
             return root
-        parents, depths, _ = proposal.structure()
-        parents = pad(parents + 1, (1, 0)).expand(call.batch, -1)
-        depths = pad(depths, (1, 0)).expand(call.batch, -1)
-        tokens = pad(proposal.tokens, (1, 0), value=-1)
-        labels = constants.labels[tokens.clamp_min(0)] * (tokens >= 0)[..., None]
-        found = root.at(torch.zeros_like(parents))
+        parents, depths = (part.expand(call.batch, -1) for part in proposal.structure()[:2])
+        labels = constants.labels[proposal.tokens.clamp_min(0)]
+        labels = labels * (proposal.tokens >= 0)[..., None]
+        found = root.at(parents.new_zeros(call.batch, proposal.size + 1))
         for depth in range(1, int(depths.max()) + 1):
-            above = found.at(parents)
-            longer = constants.scorer.spelled(above, labels)
-            found = longer.where(depths == depth, found)
+            at_depth = depths == depth
+            nodes = at_depth.any(0).nonzero()[:, 0]
+            longer = constants.scorer.followed(found.at(parents[:, nodes] + 1), labels[:, nodes])
+            own = found.at((nodes + 1).expand(call.batch, -1))
+            new = longer.where(at_depth[:, nodes], own)
+            pairs = zip(found, new, strict=True)
+            found = Prefixes(*(every.index_copy(1, nodes + 1, part) for every, part in pairs))
         return found
 
     def _committed(self, constants: Constants, call: Call) -> Prefixes:
@@ -344,6 +364,6 @@ class CTCScore(Guide):
         for column in (ids != before).any(0).nonzero()[:, 0].tolist():
             new = (ids[:, column] != before[:, column])[:, None]
             labels = constants.labels[ids[:, column].clamp_min(0)][:, None]
-            prefixes = constants.scorer.spelled(prefixes, labels * new[..., None])
+            prefixes = constants.scorer.followed(prefixes, labels * new[..., None])
         constants.ids, constants.prefixes = ids, prefixes
         return prefixes

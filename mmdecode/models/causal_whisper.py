@@ -86,17 +86,22 @@ class CausalWhisperEncoder(WhisperEncoder):
         x = gelu(self.conv2(gelu(self.conv1(input_features)))).transpose(1, 2)
         x = x[:, : input_features.shape[-1] // self.conv2.stride[0]]
         x = x + positions(self, 0, x.shape[1])
-        seen = block_mask(x.shape[1], self.config.chunk, self.config.extra).to(x.device)
-        mask = torch.zeros(seen.shape, dtype=x.dtype, device=x.device)
-        mask = mask.masked_fill_(~seen, torch.finfo(x.dtype).min)[None, None]
-        for layer in self.layers:
-            x = layer(x, mask)
-        x = self.layer_norm(x)
+        seen = block_mask(x.shape[1], self.config.chunk, self.config.extra).to(x.device)[None]
+        audio = None
         if attention_mask is not None:
             stride = self.conv2.stride[0]
             # generate pads the features further than the mask
             audio = pad(attention_mask, (0, input_features.shape[-1] - attention_mask.shape[1]))
-            x = x * audio[:, : stride * x.shape[1] : stride, None].to(x)
+            audio = audio[:, : stride * x.shape[1] : stride] != 0
+            itself = torch.eye(x.shape[1], dtype=torch.bool, device=x.device)
+            seen = seen & audio[:, None] | itself  # a row of a mask may not be empty
+        mask = torch.zeros(seen.shape, dtype=x.dtype, device=x.device)
+        mask = mask.masked_fill_(~seen, torch.finfo(x.dtype).min)[:, None]
+        for layer in self.layers:
+            x = layer(x, mask)
+        x = self.layer_norm(x)
+        if audio is not None:
+            x = x * audio[..., None].to(x)
         return BaseModelOutput(last_hidden_state=x)
 
 
@@ -183,11 +188,23 @@ def is_audio(states: Tensor) -> Tensor:
 
 
 class CausalWhisperForConditionalGeneration(WhisperForConditionalGeneration):
-    """A Whisper with a `CausalWhisperEncoder`, whose decoder ignores padded states."""
+    """A Whisper with a `CausalWhisperEncoder`, whose decoder ignores padded states.
+
+    Args:
+        config: Its configuration.
+
+    Raises:
+        InputError: The configuration has blocks without states.
+    """
 
     config_class = CausalWhisperConfig
 
     def __init__(self, config: CausalWhisperConfig) -> None:
+        if config.chunk < 1 or config.extra < 0:
+            raise InputError(
+                f"chunk={config.chunk}, extra={config.extra} in the model's config.json; expected "
+                "blocks of at least one state, and no fewer than 0 further blocks"
+            )
         super().__init__(config)
         self.model.encoder.__class__ = CausalWhisperEncoder
         for layer in self.model.decoder.layers:
@@ -362,6 +379,7 @@ def merged(
     """
     found = dict(weights)
     downs = [key for key in lora if key.endswith(".lora_A.weight")]
+    downs = [key for key in downs if key.replace("lora_A", "lora_B") in lora]
     others = set(lora) - {*downs, *(key.replace("lora_A", "lora_B") for key in downs)}
     if others or not downs:
         raise InputError(

@@ -124,6 +124,13 @@ def test_a_pause_ends_the_wait_and_the_end_ends_the_sentence(tagger):
         assert text[-1] in ".?" or (delay == 0 and text[-1] == ",")
 
 
+def test_marks_alone_at_the_end_leave_the_full_stop_to_the_end(endless):
+    made = Finisher(endless, 2)
+    found = [*made.push([" hello", " my", " friend", " ..."]), *made.finish()]
+    assert "".join(one.text for one in found).lower() == " hello my friend."
+    assert made.finish() == []
+
+
 @pytest.fixture
 def endless(tagger):
     """The tagger, which finds no marks."""
@@ -181,6 +188,8 @@ def test_a_full_stop_follows_a_hidden_last_word(tagger, monkeypatch):
         (" p.m.", ",", "lower", " p.m.,"), (' "stop."', "?", "first", ' "Stop?"'),
         (" (now)", ".", "lower", " (now)."), (" 50%,", "", "lower", " 50%"),
         (" \u2013", "", "lower", " \u2013"),
+        (" 3.5.", "", "lower", " 3.5"), (" 3.5.", "?", "lower", " 3.5?"),
+        (" nasa's", "", "upper", " NASA's"), (" o'neil", "", "upper", " O'NEIL"),
         (" dogs'", ",", "lower", " dogs',"), (" ok…", "", "upper", " OK"),
     ],
 )  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 from mmdecode.decoder import Decoder
 from mmdecode.draft.ctc import CTC
 from mmdecode.errors import IncompatibleError, OptionError
-from mmdecode.guide.ctc import CTCScore, PrefixScorer
+from mmdecode.guide.ctc import Constants, CTCScore, PrefixScorer
 from tests.draft.test_ctc import random_head
 from tests.support import tiny
 
@@ -116,6 +116,28 @@ def test_a_spelled_token_has_the_score_of_its_labels(fault):
             begins = sum(chance for own, chance in texts.items() if own[: len(whole)] == whole)
             wrong += score != pytest.approx(begins, abs=1e-9)
     assert bool(wrong) == bool(fault)
+
+
+@pytest.mark.parametrize("fault", [None, "it is taken in"])
+def test_a_token_that_the_frames_have_no_room_for_is_left_out(fault, monkeypatch):
+    if fault:
+        monkeypatch.setattr(PrefixScorer, "followed", PrefixScorer.spelled)
+    log_probs = frame_probabilities(1)
+    padding = torch.full((1, 6, LABELS + 1), -math.inf, dtype=torch.double)
+    padding[..., 0] = 0.0
+    guide, found = CTCScore(random_head(), 0.5), []
+    for frames in (log_probs, torch.cat([log_probs, padding], 1)):
+        scorer = PrefixScorer(frames)
+        prefixes = scorer.empty()
+        for number in range(9):  # five frames have room for five labels
+            prefixes = scorer.followed(prefixes, torch.tensor([[[1 + number % 2]]]))
+        labels, nothing = torch.tensor([[1], [2], [0]]), torch.zeros(1, 0).long()
+        shared, end = torch.ones(3, dtype=torch.bool), torch.tensor([2])
+        constants = Constants(scorer, labels, shared, end, nothing, prefixes)
+        found.append(guide.mixed(constants, torch.zeros(1, 1, 3).double(), prefixes)[0, 0].exp())
+    alone, padded = found
+    right = float((alone - padded).abs().max()) < 1e-9 and float(alone[2]) > 0.99
+    assert right == (fault is None)
 
 
 def test_long_recordings_do_not_underflow():

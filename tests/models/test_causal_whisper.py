@@ -19,16 +19,20 @@ from mmdecode.checkpoints import local_path
 from mmdecode.errors import InputError, OptionError, ShapeError
 from mmdecode.models import causal_whisper as ours
 from mmdecode.models.causal_whisper import (
+    CausalWhisperEncoder,
+    CausalWhisperForConditionalGeneration,
     IncrementalWhisperEncoder,
     from_published,
     merged,
     running_features,
     window_features,
 )
+from mmdecode.models.causal_whisper_config import CausalWhisperConfig
 from mmdecode.weights import read_tensors
 from mmdecode.zoo.speech import speech_test
 from tests.support.causal import BASE, causal_whisper, mel_of
 from tests.support.parts import fed
+from tests.support.seams import edited
 
 KINDS = {"blocks of 8": (8, 0), "blocks of 5, three at first": (5, 2), "one block": (200, 0)}
 PER_STATE = 640
@@ -234,6 +238,8 @@ def test_an_adapter_without_effect_is_the_base():
     assert torch.allclose(added, torch.full((128, 128), 0.5), atol=1e-6)
     with pytest.raises(InputError, match="which its base model does not have"):
         merged({}, lora, 1.0)
+    with pytest.raises(InputError, match=r"has .*\.lora_A\.weight; expected pairs of"):
+        merged(weights, down, 1.0)
     with pytest.raises(InputError, match=r"lora_magnitude_vector; expected pairs of"):
         merged(weights, {**lora, f"{name}.lora_magnitude_vector": torch.ones(128)}, 1.0)
     with pytest.raises(InputError, match="the adapter has no weights"):
@@ -289,6 +295,32 @@ def test_generate_reads_no_audio_that_is_masked():
     masked = model.generate(features, attention_mask=mask, **plain)[1].tolist()
     assert masked[: len(alone)] == alone
     assert model.generate(features, **plain)[1].tolist()[: len(alone)] != alone
+
+
+@pytest.mark.parametrize("fault", [None, "padding of the last block is read"])
+def test_states_of_a_shorter_row_are_those_that_it_has_alone(fault, monkeypatch):
+    model, processor = causal_whisper(8)
+    encoder = model.model.encoder
+    if fault:
+        blind = edited(CausalWhisperEncoder.forward, "seen & audio[:, None] | itself", "seen")
+        monkeypatch.setattr(CausalWhisperEncoder, "forward", blind)
+    features = window_features(mel_of(model, processor), speech(33_280))[:, :-1]
+    assert features.shape[1] // 2 % 8, "its last block is not complete"
+    size = features.shape[1]
+    padded = torch.nn.functional.pad(features, (0, 100))[None]
+    mask = (torch.arange(size + 100) < size)[None].long()
+    with torch.no_grad():
+        alone = encoder(features[None]).last_hidden_state
+        found = encoder(padded, mask).last_hidden_state
+    assert not found[:, size // 2 :].any()
+    # the convolution of the very last state reaches into the padding
+    gap = (found[:, : size // 2 - 1] - alone[:, :-1]).abs().max()
+    assert (gap < 1e-4) == (fault is None)
+
+
+def test_blocks_without_states_are_refused():
+    with pytest.raises(InputError, match=r"chunk=0, extra=0 in the model's config\.json; expected"):
+        CausalWhisperForConditionalGeneration(CausalWhisperConfig(chunk=0))
 
 
 def published(model):

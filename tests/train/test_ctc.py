@@ -196,6 +196,8 @@ def test_too_few_samples_and_odd_options_are_refused():
         train_head(model_of(), Tokenizer(), spoken(19), OPTIONS)
     with pytest.raises(OptionError, match="an odd kernel"):
         CTCOptions(kernel=4)
+    with pytest.raises(OptionError, match=r"vocabulary=40000; expected at most 32000"):
+        CTCOptions(vocabulary=40_000)
 
 
 @pytest.mark.slow

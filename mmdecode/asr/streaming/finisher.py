@@ -14,6 +14,7 @@ Source: Chen et al. 2020, arXiv:2003.01309 (CT-Transformer).
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -38,6 +39,8 @@ TAGGER = "zoo:punctuation"
 """Name of the tagger that ships."""
 REPLACED = ".,;:?!…"
 """Marks at the end of a word that are replaced by the tagger's."""
+ABBREVIATION = re.compile(r"\W*([^\W\d]\.)+[^\W\d]")
+"""Words whose last full stop stays before another mark, without it: p.m"""
 CLOSING = "\"'”»)]}\u2019"
 """Quotes and brackets that may follow such a mark."""
 LONGEST = CONTEXT // 2
@@ -187,8 +190,9 @@ class Finisher:
         found: list[FinishedWord] = []
         while self.waiting:
             found.append(self._next(ends=self.waiting == 1))
-        if self._unmarked and not found:  # the last word has been returned already
+        if self._unmarked:  # the last word has been returned already, or marks alone follow it
             found.append(FinishedWord(".", "", "."))
+            self._unmarked = False
         return found
 
     def _next(self, ends: bool = False) -> FinishedWord:
@@ -240,14 +244,14 @@ def written(word: str, mark: str, case: str) -> str:
     text, closing = inner.rstrip(REPLACED), word[len(inner) :]
     if text == inner:  # no mark to replace
         text, closing = word, ""
-    elif "." in text and inner[len(text)] == "." and mark != ".":  # p.m.
+    elif ABBREVIATION.fullmatch(text) and inner[len(text)] == "." and mark != ".":
         text += "."
     lower = text.lower()
     if case == "first":
         first = next((index for index, c in enumerate(text) if c.isalpha()), 0)
         text = lower[:first] + lower[first : first + 1].upper() + lower[first + 1 :]
     else:
-        text = lower if case == "lower" else text.upper()
+        text = lower if case == "lower" else re.sub(r"(?<=['\u2019])S$", "s", text.upper())
     return f"{text}{mark}{closing}"
 
 

@@ -39,13 +39,17 @@ if TYPE_CHECKING:
     from mmdecode.asr.recognizers.base import Recognizer
 
 
+MOST = 32_000
+"""Most subwords of a head, whose numbers are stored in 16 bits."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class CTCOptions:
     """Settings of the training of a CTC head.
 
     Attributes:
-        vocabulary: Maximum number of subwords of the head: single characters, and the most frequent
-            tokens of the transcripts. Other tokens are spelled with them.
+        vocabulary: Maximum number of subwords of the head, at most 32,000: single characters, and
+            the most frequent tokens of the transcripts. Other tokens are spelled with them.
         inner: Width of the convolutions.
         kernel: Width of a convolution in frames; an odd number.
         strides: Stride of each convolution. Their product is the number of encoder states per frame
@@ -72,6 +76,10 @@ class CTCOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if self.vocabulary > MOST:
+            raise OptionError(
+                f"vocabulary={self.vocabulary}; expected at most {MOST}: a head spells other tokens"
+            )
         counts = (self.vocabulary, self.inner, self.epochs, self.batch, *self.strides)
         if min(counts) < 1 or self.kernel % 2 == 0 or not self.strides:
             raise OptionError(
