@@ -246,9 +246,11 @@ def test_an_adapter_without_effect_is_the_base():
         merged(weights, {}, 1.0)
 
 
-def test_the_shipped_model_is_its_base_with_the_adapter_of_its_configuration(tmp_path):
-    shipped = Path(local_path("zoo:whisper-synth-320ms"))
-    found = Transcriber.from_pretrained("zoo:whisper-synth-320ms", device="cpu").recognizer.model
+@pytest.mark.parametrize(("name", "chunk"), [("320ms", 8), ("960ms", 24)])
+def test_a_shipped_model_is_its_base_with_the_adapter_of_its_configuration(name, chunk, tmp_path):
+    shipped = Path(local_path(f"zoo:whisper-synth-{name}"))
+    found = Transcriber.from_pretrained(f"zoo:whisper-synth-{name}", device="cpu").recognizer.model
+    assert found.config.chunk == found.get_encoder().config.chunk == chunk
     assert found.name_or_path == found.config.name_or_path == str(shipped)
     base = WhisperForConditionalGeneration.from_pretrained(local_path(BASE))
     layer, lora = "model.encoder.layers.0.self_attn.q_proj", read_tensors(shipped / ADAPTER)
