@@ -31,6 +31,7 @@ CUT = ["stable:m=2", "agreement:n=2", "agreement:n=3", "hold:n=1", "hold:n=3", "
 """Policies over the uncut and over causal models."""
 STEPS = {MODEL: [0.5, 1.0]} | {name: [step] for name, step in CAUSAL.items()}
 COSTS = ["agreement:n=2", "stable:m=2"]
+PARTS = ["curves", "costs"]
 
 
 @contextmanager
@@ -48,7 +49,7 @@ def encoded(transcriber: Transcriber) -> Iterator[list[int]]:
 
 
 def run(arguments: argparse.Namespace) -> Path:
-    """Measures everything and writes one file."""
+    """Measures, and writes after each part."""
     torch.set_num_threads(arguments.threads)
     facts = machine(torch.device("cpu"), "float32")
     facts |= {"command": "python benchmarks/causal.py", "threads": arguments.threads}
@@ -58,30 +59,41 @@ def run(arguments: argparse.Namespace) -> Path:
     models = [MODEL, *arguments.models]
     ours = {name: Transcriber.from_pretrained(name, draft="medusa" if name == MODEL else None,
                                               device="cpu") for name in models}  # fmt: skip
-    timer = ours[MODEL].with_options(word_timestamps="ctc")
-    ends = [timed(timer, one) for one in clips]
-    result: dict[str, Any] = {"machine": facts, "clips": len(clips), "curves": [], "costs": []}
-    result["seconds"] = round(sum(len(one.wave) for one in clips) / RATE, 1)
-    result["offline"] = {name: offline(ours[name], clips) for name in models}
-    for name in models:
-        for step in STEPS[name]:
-            for policy in UNCUT if name == MODEL else CUT:
-                row = {"model": name} | pooled(ours[name], policy, step, clips, ends)
-                print({key: value for key, value in row.items() if key != "texts"}, flush=True)
-                result["curves"].append(row)
-    few = clips[: arguments.few]
-    audio_s = sum(len(one.wave) for one in few) / RATE
-    for name in models:
-        for policy in COSTS:
-            for step in STEPS[name][:1]:
+    result: dict[str, Any] = {"machine": facts}
+    if arguments.onto:
+        result |= json.loads(arguments.onto.read_text()) | {"machine": facts}
+    path = arguments.out / f"causal-cpu-torch{torch.__version__.split('+')[0]}-{facts['date']}.json"
+
+    def curves() -> Iterator[dict[str, Any]]:
+        timer = ours[MODEL].with_options(word_timestamps="ctc")
+        ends = [timed(timer, one) for one in clips]
+        result["clips"] = len(clips)
+        result["seconds"] = round(sum(len(one.wave) for one in clips) / RATE, 1)
+        result["offline"] = {name: offline(ours[name], clips) for name in models}
+        for name in models:
+            for step in STEPS[name]:
+                for policy in UNCUT if name == MODEL else CUT:
+                    yield {"model": name} | pooled(ours[name], policy, step, clips, ends)
+
+    def costs() -> Iterator[dict[str, Any]]:
+        few = clips[: arguments.few]
+        audio_s = sum(len(one.wave) for one in few) / RATE
+        for name in models:
+            for policy in COSTS:
                 with encoded(ours[name]) as counts:
-                    row = {"model": name} | cost(ours[name], policy, step, True, few)
+                    row = {"model": name} | cost(ours[name], policy, STEPS[name][0], True, few)
                 row["states_per_second"] = round(sum(counts) / audio_s, 1)
                 del row["texts"]
-                print(row, flush=True)
-                result["costs"].append(row)
+                yield row
+
+    for part, rows in {"curves": curves, "costs": costs}.items():
+        if part in arguments.parts:
+            result[part] = []
+            for row in rows():
+                print({key: value for key, value in row.items() if key != "texts"}, flush=True)
+                result[part].append(row)
+            write_result(path, result, indent=None)
     facts["load_at_end"] = load()
-    path = arguments.out / f"causal-cpu-torch{torch.__version__.split('+')[0]}-{facts['date']}.json"
     write_result(path, result, indent=None)
     return path
 
@@ -99,7 +111,7 @@ def tables(result: Mapping[str, Any], name: str) -> str:
             row["model"], row["policy"], f"{row['step_s']:g} s", f"{row['states_per_second']:.0f}",
             str(row["passes"]), seconds(row["seconds_per_second"]),
         ]
-        for row in result["costs"]
+        for row in result.get("costs", ())
     ]  # fmt: skip
     return "\n\n".join(
         [
@@ -125,6 +137,8 @@ def main() -> None:
     parser.add_argument("--few", type=int, default=14, help="clips of the costs")
     parser.add_argument("--models", nargs="+", default=[*CAUSAL], choices=[*CAUSAL])
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure")
+    parser.add_argument("--onto", type=Path, help="earlier result, whose other parts stay")
     publish(parser, run, tables)
 
 

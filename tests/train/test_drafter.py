@@ -375,7 +375,7 @@ def test_what_cannot_be_trained_is_refused(tmp_path):
         Options(held_out=0)
     with pytest.raises(InputError, match="held out"):
         train(Texts(text_model("llama"), build), requests(4), SMALL, tmp_path, tmp_path)
-    target = text_model("llama")
+    target = text_model("llama").requires_grad_(True)  # others share it
     with pytest.raises(OptionError, match="draft_vocabulary=99"):
         options = replace(SMALL, kind="eagle3", draft_vocabulary=99)
         train(Texts(target, build), requests(9), options, tmp_path / "a", tmp_path)
