@@ -2,18 +2,25 @@
 
 import functools
 import itertools
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from mmdecode import registry
+from mmdecode.asr import Transcriber
+from mmdecode.checkpoints import local_path
 from mmdecode.decoder import Decoder
 from mmdecode.draft.ctc import CTC
 from mmdecode.engine.contracts import Requirements
 from mmdecode.errors import IncompatibleError, InputError, OptionError
+from mmdecode.evaluation.speech.wer import wer
 from mmdecode.models.ctc_head import CTCHead
+from mmdecode.zoo.speech import speech_test
+from mmdecode.zoo.synthesis import SAMPLING_RATE
 from tests.support import tiny
 from tests.support.seams import edited
 from tests.support.tiny import WIDTH
@@ -219,10 +226,35 @@ def test_a_saved_head_finds_the_same(feed_forward, tmp_path):
 
 
 def test_the_error_of_a_model_without_a_head_says_how_to_train_one():
-    with pytest.raises(OptionError, match=r"mmdecode train ctc --model zoo:whisper-synth .*head="):
-        registry.create("draft", "ctc", model_id="zoo:whisper-synth")
+    with pytest.raises(OptionError, match=r"mmdecode train ctc --model zoo:llava-scenes .*head="):
+        registry.create("draft", "ctc", model_id="zoo:llava-scenes")
     with pytest.raises(OptionError, match="unnamed model"):
         registry.create("draft", "ctc")
+
+
+@torch.no_grad()
+def test_the_shipped_head_is_as_its_card_says():
+    """The word errors of its text on the test clips, and of a head whose blocks see one state."""
+    ours = Transcriber.from_pretrained("zoo:whisper-synth", device="cpu").recognizer
+    head, clips = CTC.from_options(model_id="zoo:whisper-synth").head, speech_test()
+    size = round(ours.window_s * SAMPLING_RATE)
+
+    def error_rate():
+        texts = []
+        for clip in clips:
+            wave = clip.samples()
+            parts = [wave[at : at + size] for at in range(0, len(wave), size)]
+            seconds = [len(part) / SAMPLING_RATE for part in parts]
+            states = ours.encode(ours.features(parts), seconds).states
+            rows = head.greedy(*head.arguments(states, None, ours.model.get_input_embeddings()))
+            texts.append(" ".join(ours.tokenizer.decode(row) for row in rows))
+        return wer([clip.text for clip in clips], texts).value
+
+    card = json.loads((Path(local_path("zoo:whisper-synth-ctc")) / "card.json").read_text())
+    assert f"WER {100 * error_rate():.1f} %" in card["measured"] and error_rate() < 0.2
+    for block in head.layers:
+        block.conv.weight[..., : block.conv.kernel_size[1] // 2] = 0.0
+    assert error_rate() > 0.4
 
 
 def test_other_checkpoints_and_models_are_refused():
