@@ -5,7 +5,7 @@
 *Head*: word errors of its greedy text. *Draft*: passes and time of drafters, interleaved. *Guide*:
 word errors by weight, on development clips and on the test clips, clean and noisy, and time per
 pass. *Cuts*: an hour of held-out sentences with pauses and generated music between them, as one
-recording and sentence by sentence; memory while it is transcribed.
+recording, turn by turn and sentence by sentence; memory while it is transcribed.
 """
 
 from __future__ import annotations
@@ -97,18 +97,25 @@ def clocked(
         }  # fmt: skip
 
 
-def an_hour(seconds: float, seed: int) -> tuple[np.ndarray, list[Speech]]:
-    """Sentences with pauses of 0.3 to 60 s and generated music between them, and each alone."""
+def an_hour(seconds: float, seed: int) -> tuple[np.ndarray, list[Speech], list[Speech]]:
+    """A recording with pauses of 0.3 to 60 s and generated music; its turns, and its sentences.
+
+    A turn has one to four sentences of a voice, and a quarter of a second before and after them.
+    """
     rng, engine, parts, spoken = random.Random(seed), synthesis.Espeak(), [], []
+    turns: list[tuple[int, int, str]] = []
     texts = iter(grammar.sentences(round(seconds), seed, "test"))
     length = 0
     while length < seconds * RATE:
         voice = synthesis.Voice.draw(rng, synthesis.TEST_VARIANTS)
+        begin, first = sum(map(len, parts)), len(spoken)
         for _ in range(rng.randint(1, 4)):
             text = next(texts)
             wave = engine.speak(text, voice)
             spoken.append(Speech(np.pad(wave, RATE // 4), text))
             parts += [wave, np.zeros(round(rng.uniform(0.3, 0.8) * RATE), np.float32)]
+        text = " ".join(one.text for one in spoken[first:])
+        turns.append((begin, sum(map(len, parts)), text))
         gap_s = rng.choice((1.0, 3.0, 10.0, 10.0, 60.0))
         kind = rng.random()
         gap = np.zeros(round(gap_s * RATE), np.float32)
@@ -119,23 +126,26 @@ def an_hour(seconds: float, seed: int) -> tuple[np.ndarray, list[Speech]]:
             gap = (0.01 * noise.standard_normal(len(gap))).astype(np.float32)
         parts.append(gap)
         length = sum(map(len, parts))
-    return np.concatenate(parts), spoken
+    wave, pad = np.concatenate(parts), RATE // 4
+    cut = [Speech(wave[max(0, begin - pad) : end + pad], text) for begin, end, text in turns]
+    return wave, cut, spoken
 
 
 def long_recording(seconds: float, seed: int, head: str) -> Iterable[dict[str, Any]]:
     """Rows of ways to transcribe a long recording."""
-    wave, spoken = an_hour(seconds, seed)
+    wave, turns, spoken = an_hour(seconds, seed)
     reference = [Speech(wave, " ".join(one.text for one in spoken))]
     plain = Transcriber.from_pretrained(MODEL, draft="medusa", device="cpu")
-    began = time.perf_counter()
-    texts = [found.text for found in plain([one.wave for one in spoken])]
-    alone_s = sum(len(one.wave) for one in spoken) / RATE
-    yield {"way": "sentence by sentence", "audio_s": alone_s, **score(spoken, texts),
-           "seconds": time.perf_counter() - began, "memory_mb": None}  # fmt: skip
+    for name, speech in {"sentence by sentence": spoken, "turn by turn": turns}.items():
+        began = time.perf_counter()
+        texts = [found.text for found in plain([one.wave for one in speech])]
+        audio_s = sum(len(one.wave) for one in speech) / RATE
+        yield {"way": name, "audio_s": audio_s, **score(speech, texts),
+               "seconds": time.perf_counter() - began, "memory_mb": None}  # fmt: skip
     ways: dict[str, dict[str, Any]] = {
         "one recording, uncut": {},
-        "cut at blanks": {"vad": f"ctc:head={head}", "vad_min_silence_s": 0.8},
-        "cut by silero": {"vad": True, "vad_min_silence_s": 0.8},
+        "cut at blanks": {"vad": f"ctc:head={head}", "vad_threshold": 0.3},
+        "without pauses, by silero": {"vad": True},
     }
     for name, options in ways.items():
         way = plain.with_options(**options)
@@ -218,7 +228,7 @@ def run(arguments: argparse.Namespace) -> Path:
         "head": head_rows,
         "draft": draft_rows,
         "guide": guide_rows,
-        "cuts": lambda: long_recording(arguments.seconds, 31, arguments.head),
+        "cuts": lambda: long_recording(arguments.seconds, 32, arguments.head),
     }
     for part, rows in parts.items():
         if part in arguments.parts:

@@ -79,7 +79,7 @@ def test_a_head_is_measured_in_every_part(measured, espeak, head):
     assert all(row["equal"] for row in result["draft"])
     weights = {row["weight"] for row in result["guide"]}
     assert len(weights) == 5 and {row["of"] for row in result["head"]} == {"head", "decoder"}
-    assert [row["way"] for row in result["cuts"]][-1] == "cut by silero"
+    assert [row["way"] for row in result["cuts"]][-1] == "without pauses, by silero"
     assert page.count("**") >= 8
 
 

@@ -180,6 +180,28 @@ def test_a_full_stop_follows_a_hidden_last_word(tagger, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("fluent", "expected"), [(True, " So we. Then"), (False, " Um so we. Then")]
+)
+def test_the_first_shown_word_of_a_sentence_has_a_capital(tagger, fluent, expected, monkeypatch):
+    labels = iter([("", "filler"), ("", ""), (".", ""), ("", "")])
+    plain = Finisher._written
+
+    def given(self, index, mark, case, disfluency):
+        mark, disfluency = next(labels)
+        return plain(self, index, mark, case, disfluency)
+
+    monkeypatch.setattr(Finisher, "_written", given)
+    with torch.no_grad():  # no capitals of its own
+        kept = tagger.output.bias.clone()
+        tagger.output.bias[len(MARKS)] = 50.0
+    made = Finisher(tagger, 0, fluent=fluent)
+    found = made.push([" um", " so", " we", " then"])
+    with torch.no_grad():
+        tagger.output.bias.copy_(kept)
+    assert "".join(one.text for one in found) == expected
+
+
+@pytest.mark.parametrize(
     ("word", "mark", "case", "expected"),
     [
         (" hello,", ".", "first", " Hello."), (" 'Tis", "", "lower", " 'tis"),

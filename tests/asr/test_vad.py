@@ -9,7 +9,7 @@ import soundfile
 import torch
 
 from mmdecode.asr import Failure, TranscribeOptions, Transcriber
-from mmdecode.asr.audio.blanks import Blanks
+from mmdecode.asr.audio.blanks import EARLY_S, Blanks
 from mmdecode.asr.audio.reading import source_of
 from mmdecode.asr.audio.vad import FRAME, RATE, Silero, Stretch, Timeline
 from mmdecode.errors import MissingExtraError, OptionError
@@ -294,7 +294,7 @@ def test_labels_near_each_other_are_one_stretch():
     chances[[50, 56, 63, 100, 101]] = 1.0  # spikes; gaps of 0.2 and 1.4 s
     found = ours.stretches(chances.tolist(), 10.0)
     edges = [(round(one.start / 0.04), round(one.end / 0.04)) for one in found]
-    assert edges == [(50, 64), (100, 102)]
+    assert edges == [(20, 64), (70, 102)]  # the first label comes late
 
 
 def test_a_model_without_a_head_is_refused():
@@ -306,4 +306,22 @@ def test_a_word_of_one_frame_is_speech():
     ours = Loud(vad_min_silence_s=0.5)
     chances = [0.0] * 100 + [1.0] + [0.0] * 100
     (found,) = ours.stretches(chances, 201 * 0.04)
-    assert found.start == pytest.approx(4.0) and found.end == pytest.approx(4.04)
+    assert found.start == pytest.approx(4.0 - EARLY_S) and found.end == pytest.approx(4.04)
+
+
+@pytest.mark.parametrize("vad", ["ctc", False])
+def test_no_window_crosses_a_cut_at_blanks(vad):
+    ours = Transcriber.from_pretrained("zoo:whisper-synth", device="cpu", vad=vad).recognizer
+    wave = np.concatenate([clip.samples() for clip in speech_test()[:3]])[: 9 * RATE]
+    recording, seams = ours.open(source_of((wave, RATE), RATE)), [0.0, 3.0, 6.0]
+    spans = [ours.span(recording, seek, seams) for seek in (0, 140, 150, 400)]
+    if not vad:
+        assert [one.frames for one in spans] == [400, 310, 300, 50]
+        assert not any(ours.is_silent(recording, 0, one.frames) for one in spans)
+        return
+    assert [one.frames for one in spans] == [150, 10, 150, 50]
+    assert [one.following for one in spans] == [None, 150, None, None]
+    assert ours.is_silent(recording, 140, 10) and not ours.is_silent(recording, 150, 150)
+    cut, whole = ours.read(recording, 0, 150), ours.open(source_of((wave, RATE), RATE)).window(0)
+    assert torch.equal(cut[:, :150], whole[:, :150]) and len(cut[:, 150:].unique()) == 1
+    assert cut[0, 150] == cut.min() and cut.shape == whole.shape

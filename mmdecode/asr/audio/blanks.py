@@ -1,12 +1,13 @@
 """Voice activity without a detector: where a CTC head finds only blanks, nobody speaks.
 
 Source: Inaguma and Kawahara 2021, arXiv:2107.07509, who end a block after a run of blanks; here the
-pause is removed, but for some padding, and windows of the recogniser may cross it.
+pause is removed, too, but for some padding.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 
 from mmdecode import registry
 from mmdecode.asr.audio.reading import Source, blocks
-from mmdecode.asr.audio.vad import Silero, VoiceActivity
+from mmdecode.asr.audio.vad import Silero, Stretch, VoiceActivity
 from mmdecode.checkpoints import ZOO
 from mmdecode.errors import IncompatibleError
 from mmdecode.models.ctc_head import BLANK, CTCHead
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 
 LONGEST_S = 30.0
 """Longest window that is encoded at once, in seconds."""
+EARLY_S = 1.2
+"""Seconds of speech before the first label after a pause: a head labels a word when it is over, and
+may miss the first."""
 
 
 class Blanks(VoiceActivity):
@@ -36,7 +40,8 @@ class Blanks(VoiceActivity):
 
     The recording is encoded in windows that overlap, so that every frame has audio on either side.
     A frame of speech is one whose blank has a probability below ``1 - vad_threshold``. A head finds
-    a word in a frame or two, so that ``vad_min_speech_s`` is not used.
+    a word in a frame or two, so that ``vad_min_speech_s`` is not used, and late, so that a stretch
+    begins `EARLY_S` before its first label.
 
     Args:
         options: Settings.
@@ -55,6 +60,17 @@ class Blanks(VoiceActivity):
         """Seconds per frame, found by encoding a window of silence once."""
         silence = np.zeros(self._window, np.float32)
         return self._window / self._recognizer.rate / len(self._chances(silence))
+
+    def stretches(self, probabilities: Iterable[float], duration_s: float) -> list[Stretch]:
+        """Returns the stretches of speech; see `VoiceActivity.stretches`."""
+        found: list[Stretch] = []
+        for one in super().stretches(probabilities, duration_s):
+            begin, start = (max(0.0, at - EARLY_S) for at in (one.begin, one.start))
+            if found and begin <= found[-1].stop:
+                found[-1] = replace(found[-1], end=one.end, stop=one.stop)
+            else:
+                found.append(replace(one, begin=begin, start=start))
+        return found
 
     def listen(self, source: Source) -> tuple[list[float], float]:
         """Returns the speech probability of each frame, and the length of the audio in seconds."""

@@ -140,12 +140,32 @@ class WhisperRecognizer(Recognizer):
         return Speech(source, self.mel, self.options.padding)
 
     def span(self, recording: Any, seek: int, seams: Sequence[float]) -> Span:
-        """Returns a full window, whose tokens determine the start of the next window."""
-        return Span(min(recording.frames - seek, self.window_frames), None)
+        """Returns a full window, whose tokens determine the start of the next window.
+
+        Where a CTC head cut the recording (``vad="ctc"``), no window crosses the cut, and what a
+        window left of the padding before it is skipped.
+        """
+        count = min(recording.frames - seek, self.window_frames)
+        if not self._cuts:
+            return Span(count, None)
+        ahead = (round(at / self.frame_s) - seek for at in seams)
+        count = min([count, *(frames for frames in ahead if frames > 0)])
+        return Span(count, seek + count if self._is_padding(count) else None)
+
+    @property
+    def _cuts(self) -> bool:
+        return str(self.options.vad).startswith("ctc") and self.options.mode == "sequential"
+
+    def _is_padding(self, count: int) -> bool:
+        return count * self.frame_s <= self.options.vad_pad_s
+
+    def is_silent(self, recording: Any, seek: int, count: int) -> bool:
+        """Whether a window is the padding before a cut, which has no speech."""
+        return self._cuts and self._is_padding(count)
 
     def read(self, recording: Any, seek: int, count: int) -> Any:
         """Returns the log-mel features of a window, ``(mels, window_frames)``."""
-        return recording.window(seek)
+        return recording.window(seek, count)
 
     def features(self, waves: Sequence[Any]) -> Any:
         """Returns the processor's log-mel features, ``(B, mels, window_frames)``."""
@@ -154,7 +174,7 @@ class WhisperRecognizer(Recognizer):
 
     def samples(self, recording: Any, seek: int, count: int) -> Any:
         """Returns the samples of a window, without padding."""
-        return recording.window_samples(seek)
+        return recording.window_samples(seek, count)
 
     def waveform(self, recording: Any, seek: int, count: int) -> Any:
         """Returns the window's waveform, a `WindowWaveform`."""

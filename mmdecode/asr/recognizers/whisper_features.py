@@ -142,12 +142,22 @@ class Speech(Recording):
         """Number of feature frames to transcribe, without padding."""
         return max(1, self.samples // self.mel.hop)
 
-    def window(self, seek: int) -> Tensor:
+    def window(self, seek: int, count: int | None = None) -> Tensor:
         """Returns the features of the window at frame ``seek``, ``(mels, window_frames)``.
 
         Calls have to be in order of ``seek``.
+
+        Args:
+            seek: First frame.
+            count: Number of frames, after which silence follows; ``None``: all.
         """
-        return self.mel.features(self.mel.frames(self._tape, seek, self._count(seek)), self.peak)
+        mel = self.mel
+        if count in (None, min(mel.window_frames, self.frames - seek)):
+            return mel.features(mel.frames(self._tape, seek, self._count(seek)), self.peak)
+        assert count is not None, "checked"
+        energies = mel.frames(self._tape, seek, count)
+        silence = (0, mel.window_frames - count)
+        return mel.features(torch.nn.functional.pad(energies, silence, value=-10.0), self.peak)
 
     def window_waveform(self, seek: int) -> WindowWaveform:
         """Returns the waveform of the window at frame ``seek``; calls have to be in order."""
@@ -161,10 +171,9 @@ class Speech(Recording):
         left = self.frames - seek + self._trailing_silence // self.mel.hop
         return min(self.mel.window_frames, left)
 
-    def window_samples(self, seek: int) -> np.ndarray:
+    def window_samples(self, seek: int, frames: int) -> np.ndarray:
         """Returns the samples ``(T,)`` of a window, no padding; call it right after `window`."""
-        mel = self.mel
-        count = min(mel.window_frames, self.frames - seek) * mel.hop
+        mel, count = self.mel, frames * self.mel.hop
         # begins where the window's first frame does: the tape never goes back
         start = seek * mel.hop - mel.size // 2
         return self._tape.read(start, start + mel.size // 2 + count)[mel.size // 2 :]

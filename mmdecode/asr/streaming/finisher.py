@@ -3,8 +3,9 @@
 The words of a stream are final when they are committed, but some recognisers write no marks, or
 write them only when the sentence is over. A finisher reads committed words and returns each of them
 once, with a mark and capitals, when ``delay`` further words are there, or at a pause or the end of
-the stream, when there is nothing to wait for. It changes nothing of a word but its case and the
-marks `REPLACED` at its end, and never what it returned.
+the stream, when there is nothing to wait for. The first word of a sentence that is shown has a
+capital. It changes nothing of a word but its case and the marks `REPLACED` at its end, and never
+what it returned.
 
 After a sentence that ended, earlier words are forgotten, as in the source.
 
@@ -106,14 +107,18 @@ class Finisher:
         delay: int | None = 2,
         fluent: bool = False,
     ) -> None:
-        if delay is not None and not 0 <= delay < LONGEST:
-            raise OptionError(f"delay={delay}; expected 0 to {LONGEST - 1} words, or None")
+        if delay is not None and (not isinstance(delay, int) or not 0 <= delay < LONGEST):
+            raise OptionError(
+                f"delay={delay!r}; expected 0 to {LONGEST - 1} words, or None to wait for a pause "
+                "('sentence' on the command line)"
+            )
         if not isinstance(tagger, PunctuationTagger):
             tagger = PunctuationTagger.from_pretrained(tagger)
         self.tagger, self.delay, self.fluent = tagger, delay, fluent
         self._words: list[str] = []  # of the sentence, as they were committed
         self._done = 0  # how many of them were returned
         self._unmarked = False  # whether the last one that was shown has no mark
+        self._begins = True  # whether the next one that is shown begins a sentence
         self._timed: list[Word] = []  # of the words of updates that wait
         self._appeared_s: list[float] = []
 
@@ -213,11 +218,13 @@ class Finisher:
             int(logits.disfluencies[index].argmax()),
         )
         self._done += 1
+        if self._begins:
+            case = max(case, CASES.index("first"))
         found = self._written(index, MARKS[mark], CASES[case], DISFLUENCIES[disfluency])
         if found.text:
-            self._unmarked = not found.mark
+            self._unmarked, self._begins = not found.mark, False
         if found.mark in SENTENCE_ENDS:
-            self._words, self._done = self._words[self._done :], 0
+            self._words, self._done, self._begins = self._words[self._done :], 0, True
         return found
 
     def _written(self, index: int, mark: str, case: str, disfluency: str) -> FinishedWord:
