@@ -155,6 +155,7 @@ def page_and_result(page, tables, name="tables"):
         ("guided_drafts.md", "guided_drafts"),
         ("real_speech.md", "real_speech_tables"),
         ("serve.md", "serve_tables"),
+        ("causal.md", "causal"),
     ],
 )
 def test_a_page_shows_its_result_file(page, module, monkeypatch):

@@ -146,14 +146,14 @@ class WhisperRecognizer(Recognizer):
         window left of the padding before it is skipped.
         """
         count = min(recording.frames - seek, self.window_frames)
-        if not self._cuts:
+        if not self._is_cut:
             return Span(count, None)
         ahead = (round(at / self.frame_s) - seek for at in seams)
         count = min([count, *(frames for frames in ahead if frames > 0)])
         return Span(count, seek + count if self._is_padding(count) else None)
 
     @property
-    def _cuts(self) -> bool:
+    def _is_cut(self) -> bool:
         return str(self.options.vad).startswith("ctc") and self.options.mode == "sequential"
 
     def _is_padding(self, count: int) -> bool:
@@ -161,7 +161,7 @@ class WhisperRecognizer(Recognizer):
 
     def is_silent(self, recording: Any, seek: int, count: int) -> bool:
         """Whether a window is the padding before a cut, which has no speech."""
-        return self._cuts and self._is_padding(count)
+        return self._is_cut and self._is_padding(count)
 
     def read(self, recording: Any, seek: int, count: int) -> Any:
         """Returns the log-mel features of a window, ``(mels, window_frames)``."""
