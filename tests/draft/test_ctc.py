@@ -251,7 +251,8 @@ def test_the_shipped_head_is_as_its_card_says():
         return wer([clip.text for clip in clips], texts).value
 
     card = json.loads((Path(local_path("zoo:whisper-synth-ctc")) / "card.json").read_text())
-    assert f"WER {100 * error_rate():.1f} %" in card["measured"] and error_rate() < 0.2
+    found = error_rate()
+    assert f"WER {100 * found:.1f} %" in card["measured"] and found < 0.2
     for block in head.layers:
         block.conv.weight[..., : block.conv.kernel_size[1] // 2] = 0.0
     assert error_rate() > 0.4

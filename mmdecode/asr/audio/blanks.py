@@ -7,7 +7,6 @@ pause is removed, too, but for some padding.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 
 from mmdecode import registry
 from mmdecode.asr.audio.reading import Source, blocks
-from mmdecode.asr.audio.vad import Silero, Stretch, VoiceActivity
+from mmdecode.asr.audio.vad import Silero, VoiceActivity
 from mmdecode.checkpoints import ZOO
 from mmdecode.errors import IncompatibleError
 from mmdecode.models.ctc_head import BLANK, CTCHead
@@ -49,6 +48,8 @@ class Blanks(VoiceActivity):
         head: The head.
     """
 
+    early_s = EARLY_S
+
     def __init__(self, options: TranscribeOptions, recognizer: Recognizer, head: CTCHead) -> None:
         super().__init__(replace(options, vad_min_speech_s=0.0))
         self._recognizer, self._head = recognizer, head.eval()
@@ -60,17 +61,6 @@ class Blanks(VoiceActivity):
         """Seconds per frame, found by encoding a window of silence once."""
         silence = np.zeros(self._window, np.float32)
         return self._window / self._recognizer.rate / len(self._chances(silence))
-
-    def stretches(self, probabilities: Iterable[float], duration_s: float) -> list[Stretch]:
-        """Returns the stretches of speech; see `VoiceActivity.stretches`."""
-        found: list[Stretch] = []
-        for one in super().stretches(probabilities, duration_s):
-            begin, start = (max(0.0, at - EARLY_S) for at in (one.begin, one.start))
-            if found and begin <= found[-1].stop:
-                found[-1] = replace(found[-1], end=one.end, stop=one.stop)
-            else:
-                found.append(replace(one, begin=begin, start=start))
-        return found
 
     def listen(self, source: Source) -> tuple[list[float], float]:
         """Returns the speech probability of each frame, and the length of the audio in seconds."""

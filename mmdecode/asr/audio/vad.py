@@ -110,9 +110,11 @@ class VoiceActivity:
 
     Attributes:
         frame_s: Seconds of a frame, for which there is a probability.
+        early_s: Seconds of speech before the first frame of a stretch, which comes late.
     """
 
     frame_s: float
+    early_s: float = 0.0
 
     def __init__(self, options: TranscribeOptions) -> None:
         self.options = options
@@ -166,6 +168,7 @@ class VoiceActivity:
             start, end = first * step, min(last * step, duration_s)
             if end - start < options.vad_min_speech_s:
                 continue
+            start = max(0.0, start - self.early_s)
             begin = max(0.0, start - options.vad_pad_s)
             stop = min(duration_s, end + options.vad_pad_s)
             if found and begin <= found[-1].stop:
