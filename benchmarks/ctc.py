@@ -144,7 +144,7 @@ def long_recording(seconds: float, seed: int, head: str) -> Iterable[dict[str, A
                "seconds": time.perf_counter() - began, "memory_mb": None}  # fmt: skip
     ways: dict[str, dict[str, Any]] = {
         "one recording, uncut": {},
-        "cut at blanks": {"vad": f"ctc:head={head}", "vad_threshold": 0.3},
+        "cut at blanks": {"vad": f"ctc:head={head}"},
         "without pauses, by silero": {"vad": True},
     }
     for name, options in ways.items():

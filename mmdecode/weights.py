@@ -78,15 +78,24 @@ def read_tensors(file: Path) -> dict[str, Any]:
     import torch
     from safetensors.torch import load_file
 
+    if not file.is_file():
+        found = "is a folder" if file.is_dir() else "does not exist"
+        raise InputError(f"{file} {found}; expected a file of weights, .safetensors or .pt")
     try:
         if file.suffix == ".safetensors":
             return load_file(file)
         return dict(torch.load(file, weights_only=True, map_location="cpu"))
     except Exception as error:  # each reader has errors of its own
         raise InputError(
-            f"{file} cannot be read as weights ({type(error).__name__}: {error}); expected "
-            "safetensors, or a pickle of tensors only"
+            f"{file} cannot be read as weights ({type(error).__name__}: {_reason(error)}); "
+            "expected safetensors, or a pickle of tensors only"
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    """Returns what went wrong, without torch's advice to load untrusted code."""
+    _, known, reason = f"{error}".partition("WeightsUnpickler error: ")
+    return (reason if known else f"{error}").strip().partition("\n")[0].partition(". ")[0]
 
 
 WRAPPER_KEYS = ("model", "module", "state_dict")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from mmdecode.asr.recognizers.whisper_features import PADDINGS, Padding
@@ -28,6 +28,21 @@ PromptConditionType = Literal["first-segment", "all-segments"]
 LoopGuard = Literal["report", "isolate", "cut"]
 NBestMethod = Literal["beam", "sample"]
 Mode = Literal["sequential", "chunked"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class VoiceActivitySettings:
+    """Settings of a detector of speech, see the fields of `TranscribeOptions` with ``vad_``."""
+
+    threshold: float
+    min_speech_s: float
+    min_silence_s: float
+    pad_s: float
+
+
+SILERO = VoiceActivitySettings(threshold=0.5, min_speech_s=0.25, min_silence_s=2.0, pad_s=0.4)
+BLANKS = VoiceActivitySettings(threshold=0.3, min_speech_s=0.0, min_silence_s=0.7, pad_s=0.2)
+"""Settings of a CTC head, which finds a word in a frame or two, close to its edges."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +87,8 @@ class TranscribeOptions:
         vad: Whether stretches without speech are removed before decoding: ``True`` or ``silero``,
             which needs the extra ``vad``; ``ctc``, where the CTC head that ships with the model
             finds nothing, or ``ctc:head=FOLDER``. See `mmdecode.asr.audio.vad`.
-        vad_threshold: Probability from which a frame of audio counts as speech.
+        vad_threshold: Probability from which a frame of audio counts as speech. ``None``, here and
+            in the next three: the value of the detector, `SILERO` or `BLANKS`.
         vad_min_speech_s: Stretches of speech shorter than this are ignored, in seconds.
         vad_min_silence_s: Silences shorter than this are not removed, in seconds.
         vad_pad_s: Audio kept before and after each stretch of speech, in seconds.
@@ -123,10 +139,10 @@ class TranscribeOptions:
     hotwords: str | None = None
     loop_guard: LoopGuard = "isolate"
     vad: bool | str = False
-    vad_threshold: float = 0.5
-    vad_min_speech_s: float = 0.25
-    vad_min_silence_s: float = 2.0
-    vad_pad_s: float = 0.4
+    vad_threshold: float | None = None
+    vad_min_speech_s: float | None = None
+    vad_min_silence_s: float | None = None
+    vad_pad_s: float | None = None
     n_best: int = 0
     n_best_method: NBestMethod = "beam"
     mode: Mode = "sequential"
@@ -239,17 +255,30 @@ class TranscribeOptions:
                 "needs prompt and condition_on_prev_tokens=True too"
             )
 
+    @property
+    def vad_by_head(self) -> bool:
+        """Whether a CTC head finds the speech, see `mmdecode.asr.audio.blanks`."""
+        return str(self.vad).partition(":")[0] == "ctc"
+
+    @property
+    def voice_activity(self) -> VoiceActivitySettings:
+        """Settings of the detector of speech: the ``vad_`` fields that are given, else its own."""
+        own = BLANKS if self.vad_by_head else SILERO
+        given = {name: getattr(self, f"vad_{name}") for name in vars(own)}
+        return replace(own, **{name: value for name, value in given.items() if value is not None})
+
     def _check_vad(self) -> None:
         named = str(self.vad).startswith("ctc:head=")
         if self.vad not in (False, True, "silero", "ctc") and not named:
             raise OptionError(
                 f"vad={self.vad!r}; expected True, False, 'silero', 'ctc' or 'ctc:head=FOLDER'"
             )
-        if not 0 < self.vad_threshold < 1:
+        found = vars(self.voice_activity)
+        if not 0 < found["threshold"] < 1:
             raise OptionError(f"vad_threshold={self.vad_threshold}; expected above 0 and below 1")
-        for name in ("vad_min_speech_s", "vad_min_silence_s", "vad_pad_s"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise OptionError(f"{name}={getattr(self, name)}; expected seconds, 0 or more")
+        for name in ("min_speech_s", "min_silence_s", "pad_s"):
+            if not 0 <= found[name] < math.inf:
+                raise OptionError(f"vad_{name}={found[name]}; expected seconds, 0 or more")
 
     def _check_chunks(self) -> None:
         if self.mode == "sequential":

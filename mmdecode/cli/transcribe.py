@@ -86,10 +86,10 @@ def command(
     hallucination_silence_threshold: float | None = None,
     vad: bool = False,
     vad_method: str | None = None,
-    vad_threshold: float = 0.5,
-    vad_min_speech_s: float = 0.25,
-    vad_min_silence_s: float = 2.0,
-    vad_pad_s: float = 0.4,
+    vad_threshold: float | None = None,
+    vad_min_speech_s: float | None = None,
+    vad_min_silence_s: float | None = None,
+    vad_pad_s: float | None = None,
     n_best: int = 0,
     n_best_method: str = "beam",
     mode: str = "sequential",
@@ -171,10 +171,11 @@ def command(
             previous text either) or cut (the loop is also cut to its first repetition).
         hallucination_silence_threshold: With --word-timestamps: skip probable hallucinations next
             to silences longer than this, in seconds.
-        vad_threshold: Probability from which a frame of audio counts as speech.
-        vad_min_speech_s: Ignore speech that is shorter, in seconds.
-        vad_min_silence_s: Keep shorter silences (s).
-        vad_pad_s: Audio kept around speech (s).
+        vad_threshold: Probability from which a frame of audio counts as speech; 0.5, of a CTC head
+            0.3.
+        vad_min_speech_s: Ignore speech that is shorter, in seconds; 0.25, of a CTC head 0.
+        vad_min_silence_s: Keep shorter silences, in seconds; 2, of a CTC head 0.7.
+        vad_pad_s: Audio kept around speech, in seconds; 0.4, of a CTC head 0.2.
         n_best: Length of each window's N-best list, in json; 0: no lists.
         n_best_method: beam (search) or sample.
         mode: sequential, or chunked: decodes a recording's windows in parallel; less accurate.

@@ -23,8 +23,12 @@ from mmdecode.engine.adapter import MAIN, Adapter
 from mmdecode.engine.call import Call
 from mmdecode.engine.capabilities import DrafterCapabilities
 from mmdecode.engine.contracts import BranchOutput, Drafter, DraftSession, Requirements
+from mmdecode.errors import OptionError
 from mmdecode.models.ctc_head import CTCHead
 from mmdecode.models.placed import Placed
+
+ROWS = 4
+"""Most rows of a call for which a head before Medusa heads was not slower than these alone."""
 
 
 class CTC(Drafter):
@@ -40,6 +44,9 @@ class CTC(Drafter):
         least: Minimum number of last output tokens that must match the text, see there. With 0 the
             draft always continues, which suits a head with few errors; with 2 a head with many
             errors drafts less in vain, and `mmdecode.draft.first_of.FirstOf` may draft the rest.
+        rows: Most rows of a call that are drafted for. In a call with more, the head does not run
+            and nothing is proposed: on a CPU the passes over the chains of many rows cost more than
+            they save.
 
     Proposes deterministic chains. Lossless under every exact acceptance rule, whatever the head
     finds. Where the head finds nothing, nothing is drafted. Predicted timestamps are not in the
@@ -62,7 +69,11 @@ class CTC(Drafter):
         length: int = 16,
         ngram: int = 3,
         least: int = 0,
+        rows: int = ROWS,
     ) -> None:
+        if rows < 0:
+            raise OptionError(f"rows={rows}; expected rows >= 0, where 0 drafts nothing")
+        self.rows = rows
         self.texts_drafter = Source(length, ngram, least=least)
         self.head, self.tokenizer = head.eval(), tokenizer
         self.placed = Placed(self.head)
@@ -74,6 +85,7 @@ class CTC(Drafter):
         length: int = 16,
         ngram: int = 3,
         least: int = 0,
+        rows: int = ROWS,
         model_id: str | None = None,
         tokenizer: Any = None,
     ) -> CTC:
@@ -85,6 +97,7 @@ class CTC(Drafter):
             length: See `CTC`.
             ngram: See `CTC`.
             least: See `CTC`.
+            rows: See `CTC`.
             model_id: Name of the model that decodes.
             tokenizer: See `CTC`.
 
@@ -92,7 +105,7 @@ class CTC(Drafter):
             OptionError: No head ships with the model.
         """
         found = CTCHead.of_option(head, model_id, "draft 'ctc'")
-        return cls(found, tokenizer, length, ngram, least)
+        return cls(found, tokenizer, length, ngram, least, rows)
 
     @classmethod
     def from_pretrained(cls, name: str | Path, tokenizer: Any = None) -> CTC:
@@ -134,6 +147,8 @@ class CTC(Drafter):
 
     def begin(self, call: Call, prefill: BranchOutput) -> DraftSession:
         """Runs the head, and opens a session that drafts from its texts and the end token."""
+        if call.batch > self.rows:
+            return DraftSession(call)
         end = call.request.eos_token_ids[:1].tolist()
         rows = [[*text, *end] for text in self.texts(call)]
         return self.texts_drafter.session(call, [[row] for row in rows])

@@ -68,19 +68,31 @@ class FirstOf(Drafter):
 
     @classmethod
     def from_options(
-        cls, second: str, length: int = 16, model_id: str | None = None, target: Any = None
+        cls,
+        second: str,
+        length: int = 16,
+        first: str | None = None,
+        model_id: str | None = None,
+        target: Any = None,
+        tokenizer: Any = None,
     ) -> FirstOf:
-        """Builds the drafter from options, as in ``first_of:second=medusa``; the first is `Source`.
+        """Builds the drafter from options, as in ``first_of:first=ctc:least=2,second=medusa``.
+
+        Each drafter may have one option: a comma begins the next option of ``first_of``.
 
         Args:
-            second: Name of the second drafter, with its options.
+            second: Name of the second drafter.
             length: Maximum number of tokens that `Source` copies; it copies where the last two
                 output tokens (or all, if there are fewer) occur in its source text.
-            model_id: Passed to the second drafter.
-            target: Passed to the second drafter.
+            first: Name of the first drafter; ``None``: `Source`.
+            model_id: Passed to both drafters.
+            target: Passed to both drafters.
+            tokenizer: Passed to both drafters.
         """
-        fallback = registry.create("draft", second, model_id=model_id, target=target)
-        return cls(Source(length, least=2), fallback)
+        known = {"model_id": model_id, "target": target, "tokenizer": tokenizer}
+        copied = Source(length, least=2)
+        leading = copied if first is None else registry.create("draft", first, **known)
+        return cls(leading, registry.create("draft", second, **known))
 
     def needs(self, adapter: Adapter) -> Requirements:
         """Returns the model internals that either drafter needs."""

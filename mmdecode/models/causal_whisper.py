@@ -423,6 +423,9 @@ _RENAMED = {
 """Patterns of names of weights in checkpoints of OpenAI and CarelessWhisper, and names here."""
 
 
+_SIZES = [f"{part}_{size}" for part in ("audio", "text") for size in "ctx state head layer".split()]
+
+
 def from_published(file: str | Path) -> CausalWhisperForConditionalGeneration:
     """Loads a checkpoint of CarelessWhisper: one ``.pt`` file with the adapter not merged yet.
 
@@ -443,6 +446,13 @@ def from_published(file: str | Path) -> CausalWhisperForConditionalGeneration:
             "'cfg' and 'state_dict': give a checkpoint of CarelessWhisper"
         )
     dims, cfg = found["dims"], found["cfg"]
+    sizes = {"n_vocab", "n_mels", *(f"n_{part}" for part in _SIZES)}
+    missing = [*sorted(sizes - set(dims)), *sorted({"gran", "extra_gran_blocks"} - set(cfg))]
+    if missing:
+        raise InputError(
+            f"'dims' and 'cfg' of {file} lack {', '.join(missing)}; give a checkpoint of "
+            "CarelessWhisper"
+        )
     config = CausalWhisperConfig(
         chunk=cfg["gran"],
         extra=cfg["extra_gran_blocks"],

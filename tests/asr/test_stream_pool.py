@@ -222,10 +222,15 @@ def test_what_is_wrong_is_refused_before_anything_is_taken():
     pool = StreamPool(Several())
     with pytest.raises(OptionError, match="batch_size=0"):
         StreamPool(Several(), batch_size=0)
-    with pytest.raises(OptionError, match="step_s=9"):
+    with pytest.raises(OptionError, match="a step of 9"):
         pool.open(step_s=9.0)
     assert len(pool) == 0
-    stream = pool.open()
+    for made in (Stream, StreamPool):
+        with pytest.raises(OptionError, match="transcriber is 'zoo:x'; expected a Transcriber"):
+            made("zoo:x")
+    stream = pool.open(name="a")
+    with pytest.raises(OptionError, match="another stream of this pool is named 'a'"):
+        pool.open(name="a")
     with pytest.raises(InputError, match="int16"):
         stream.feed(np.zeros(3, np.int16))
     with pytest.raises(OptionError, match="max_tokens"):

@@ -1,6 +1,7 @@
 """Voice activity: silence is skipped, the text stays, times are those of the recording."""
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,9 +10,10 @@ import soundfile
 import torch
 
 from mmdecode.asr import Failure, TranscribeOptions, Transcriber
-from mmdecode.asr.audio.blanks import EARLY_S, Blanks
+from mmdecode.asr.audio.blanks import Blanks
 from mmdecode.asr.audio.reading import source_of
 from mmdecode.asr.audio.vad import FRAME, RATE, Silero, Stretch, Timeline
+from mmdecode.asr.options import BLANKS, SILERO
 from mmdecode.errors import MissingExtraError, OptionError
 from mmdecode.zoo.speech import speech_test
 
@@ -294,7 +296,7 @@ def test_labels_near_each_other_are_one_stretch():
     chances[[50, 56, 63, 100, 101]] = 1.0  # spikes; gaps of 0.2 and 1.4 s
     found = ours.stretches(chances.tolist(), 10.0)
     edges = [(round(one.start / 0.04), round(one.end / 0.04)) for one in found]
-    assert edges == [(20, 64), (70, 102)]  # the first label comes late
+    assert edges == [(50, 64), (100, 102)]
 
 
 def test_a_model_without_a_head_is_refused():
@@ -302,11 +304,18 @@ def test_a_model_without_a_head_is_refused():
         Transcriber.from_pretrained("zoo:whisper-synth-320ms", device="cpu", vad="ctc")
 
 
+def test_each_detector_has_settings_of_its_own():
+    silero, head = TranscribeOptions(vad=True), TranscribeOptions(vad="ctc", vad_pad_s=0.3)
+    assert silero.voice_activity == SILERO
+    assert head.voice_activity == replace(BLANKS, pad_s=0.3)
+    assert replace(head, vad="silero").voice_activity == replace(SILERO, pad_s=0.3)
+
+
 def test_a_word_of_one_frame_is_speech():
     ours = Loud(vad_min_silence_s=0.5)
     chances = [0.0] * 100 + [1.0] + [0.0] * 100
     (found,) = ours.stretches(chances, 201 * 0.04)
-    assert found.start == pytest.approx(4.0 - EARLY_S) and found.end == pytest.approx(4.04)
+    assert found.start == pytest.approx(4.0) and found.end == pytest.approx(4.04)
 
 
 @pytest.mark.parametrize("vad", ["ctc", False])

@@ -59,8 +59,8 @@ def speech_of(kit, processor, seconds, padding="auto"):
 @pytest.mark.parametrize("padding", ["zeros", "silence"])
 def test_an_unchanged_waveform_has_the_features_of_its_window(kit, processor, padding):
     speech = speech_of(kit, processor, 5.3, padding)
-    for seek in (0, 80, 100, 200):
-        features, window = speech.window(seek), speech.window_waveform(seek)
+    for seek, count in ((0, None), (0, 40), (80, None), (100, 7), (100, None), (200, None)):
+        features, window = speech.window(seek, count), speech.window_waveform(seek, count)
         assert torch.equal(window.features(window.samples), features)
 
 
@@ -114,7 +114,7 @@ def test_a_branch_that_read_the_first_window_again_would_be_found(
 ):
     stock = Speech.window_waveform
     kept = {}
-    first = lambda s, seek: kept.setdefault(s.key, stock(s, seek))  # noqa: E731
+    first = lambda s, seek, count: kept.setdefault(s.key, stock(s, seek, count))  # noqa: E731
     monkeypatch.setattr(Speech, "window_waveform", first)
     assert transcripts(model, processor, waves, hearing(unchanged, alpha=2.0, beta=0)) != plain
 

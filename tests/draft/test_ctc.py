@@ -15,6 +15,8 @@ from mmdecode.asr import Transcriber
 from mmdecode.checkpoints import local_path
 from mmdecode.decoder import Decoder
 from mmdecode.draft.ctc import CTC
+from mmdecode.draft.first_of import FirstOf
+from mmdecode.draft.lookup import PromptLookup
 from mmdecode.engine.contracts import Requirements
 from mmdecode.errors import IncompatibleError, InputError, OptionError
 from mmdecode.evaluation.speech.wer import wer
@@ -45,15 +47,15 @@ def random_head(seed=0, strides=(2, 1), width=WIDTH, feed_forward=0):
 class Known(CTC):
     """A drafter whose head finds given texts, one per row or one for all, in any model."""
 
-    def __init__(self, rows, **options):
+    def __init__(self, known, **options):
         super().__init__(random_head(), **options)
-        self.rows = rows
+        self.known = known
 
     def needs(self, adapter):
         return Requirements()
 
     def texts(self, call):
-        return [list(row) for row in self.rows] * (call.batch // len(self.rows))
+        return [list(row) for row in self.known] * (call.batch // len(self.known))
 
 
 class Noting(CTC):
@@ -105,6 +107,34 @@ def test_a_head_that_finds_nothing_is_like_no_draft():
     assert torch.equal(ids, expected) and stats.passes == before and not stats.drafted
     ids, stats = drafted(Known([rows[0], [], []]), "whisper", 59)
     assert torch.equal(ids, expected) and stats.passes == before and stats.drafted
+
+
+def test_in_a_larger_batch_the_head_is_off():
+    expected, rows, before = undrafted("whisper")
+    ids, stats = drafted(Known(rows, rows=3), "whisper")
+    assert torch.equal(ids, expected) and stats.drafted and stats.passes < before
+    ids, stats = drafted(Known(rows, rows=2), "whisper")
+    assert torch.equal(ids, expected) and not stats.drafted and stats.passes == before
+    with pytest.raises(OptionError, match="rows=-1; expected rows >= 0"):
+        Known(rows, rows=-1)
+
+
+def test_in_a_larger_batch_the_second_drafter_proposes_alone():
+    expected, rows, _ = undrafted("whisper")
+    alone = drafted("recycling", "whisper")[1]
+    both = FirstOf(Known(rows, rows=2), "recycling")
+    ids, stats = drafted(both, "whisper")
+    assert torch.equal(ids, expected)
+    assert (stats.passes, stats.drafted) == (alone.passes, alone.drafted)
+    assert drafted(FirstOf(Known(rows), "recycling"), "whisper")[1].passes < alone.passes
+
+
+def test_a_string_puts_a_head_before_another_drafter():
+    made = registry.create(
+        "draft", "first_of:first=ctc:least=2,second=lookup", model_id="zoo:whisper-synth"
+    )
+    assert isinstance(made.first, CTC) and made.first.texts_drafter.least == 2
+    assert isinstance(made.second, PromptLookup)
 
 
 def test_the_end_token_is_drafted():

@@ -390,3 +390,12 @@ def test_a_published_checkpoint_is_loaded_by_its_layout(tmp_path):
     torch.save({"state_dict": {}}, tmp_path / "other.pt")
     with pytest.raises(InputError, match="expected 'dims', 'cfg' and 'state_dict'"):
         from_published(tmp_path / "other.pt")
+    torch.save({"state_dict": {}, "dims": {"n_mels": 80}, "cfg": {"gran": 8}}, tmp_path / "few.pt")
+    with pytest.raises(InputError, match=r"lack n_audio_ctx, .*, n_vocab, extra_gran_blocks; give"):
+        from_published(tmp_path / "few.pt")
+    (tmp_path / "text.pt").write_text("no weights")
+    given = {"missing.pt": "does not exist", ".": "is a folder", "text.pt": "cannot be read as"}
+    for name, problem in given.items():
+        with pytest.raises(InputError, match=problem) as caught:
+            from_published(tmp_path / name)
+        assert "weights_only=False" not in str(caught.value)

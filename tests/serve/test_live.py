@@ -159,7 +159,7 @@ def test_a_client_that_goes_leaves_nothing(server):
     [
         ('{"type": "start", "colour": "red"}', "'colour' is not known", 1007),
         ('{"type": "start", "step_s": "1"}', "expected float", 1007),
-        ('{"type": "start", "step_s": 60}', "at most half", 1007),
+        ('{"type": "start", "step_s": 60}', "half of the audio", 1007),
         ('{"type": "start", "rate": 4000}', "8000 to 48000", 1007),
         ('{"type": "start", "policy": "never"}', "no policy named 'never'", 1007),
         ('{"type": "start", "model": "other"}', "no speech model 'other'", 1007),

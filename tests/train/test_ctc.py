@@ -50,7 +50,7 @@ def ids_of(*pieces):
 def test_rare_tokens_are_spelled_by_the_longest_subwords():
     frequent = [ids_of("_an", "in")] * 3
     ids = ids_of("_an", "_cabin", "_bed", "ade")
-    speller = Speller(Tokenizer(), [*frequent, ids], 10)
+    speller = Speller.of(Tokenizer(), [*frequent, ids], 10)
     pieces = [PIECES[token] for token in speller.ids]
     assert sorted(pieces) == sorted([*"_abcdein", "_an", "in"])
     spelled = [pieces[index] for index in speller.spelled(ids)]
@@ -62,14 +62,14 @@ def test_rare_tokens_are_spelled_by_the_longest_subwords():
 
 
 def test_tokens_that_nothing_spells_are_left_out():
-    speller = Speller(Tokenizer(), [ids_of("_an", "_an", "_bed")], 3)
+    speller = Speller.of(Tokenizer(), [ids_of("_an", "_an", "_bed")], 3)
     assert len(speller.ids) == 3
     assert speller.spelled(ids_of("_cabin", "<0x0A>")) == []
-    assert ids_of("<0x0A>")[0] in Speller(Tokenizer(), [ids_of("<0x0A>")], 9).ids
+    assert ids_of("<0x0A>")[0] in Speller.of(Tokenizer(), [ids_of("<0x0A>")], 9).ids
 
 
 def test_labels_of_all_tokens_are_their_spellings():
-    speller = Speller(Tokenizer(), [ids_of("_an", "in", "_", "c", "a", "b", "<0x0A>")], 20)
+    speller = Speller.of(Tokenizer(), [ids_of("_an", "in", "_", "c", "a", "b", "<0x0A>")], 20)
     pieces = ["", *(PIECES[token] for token in speller.ids)]
     labels = speller.labels(Tokenizer(), len(PIECES) + 3)
     found = [[pieces[label] for label in row if label] for row in labels.tolist()]
@@ -95,6 +95,45 @@ def test_the_loss_is_the_sum_over_paths_per_token():
             if collapsed(path) == target
         )
         assert found[row] == pytest.approx(-math.log(total) / max(1, len(target)), rel=1e-5)
+
+
+def timed(stride, costs=ctc.outside):
+    """Costs of labels of two tokens with spans, of one without, and of none, by frame."""
+    speller = Speller(Tokenizer(), ids_of("_an", "in", *"_abc"))
+    states = torch.zeros(12, 4)
+    known = Sample(ids_of("_an", "_cabin"), states, [(0, 3), (4, 9)])
+    free, silent = Sample(ids_of("_an"), states), Sample([], states, [])
+    like = torch.zeros(3, 12 // stride, 7)
+    return costs([known, free, silent], speller, stride, like)
+
+
+def test_labels_outside_the_spans_of_their_tokens_cost():
+    costs = timed(2)
+    free = {1: range(0, 2), 2: range(2, 5)}  # "_an", and "in" of "_cabin", of states 4 to 9
+    free |= {label: range(2, 5) for label in (3, 4, 5, 6)}  # "_", "a", "b" and "c"
+    for frame, label in itertools.product(range(6), range(1, 7)):
+        expected = 0.0 if frame in free[label] else ctc.OUTSIDE
+        assert costs[0, frame, label] == expected, (frame, label)
+    assert not costs[:, :, 0].any() and not costs[1].any()
+    assert (costs[2, :, 1:] == ctc.OUTSIDE).all()
+    assert not torch.equal(timed(2, edited(ctc.outside, "first // stride", "first")), costs)
+
+
+def test_a_loss_with_spans_is_the_sum_over_paths_within_them():
+    logits = torch.randn(1, 5, 3, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    costs = torch.full((1, 5, 3), 60.0)
+    costs[0, :, 0] = costs[0, 1:3, 1] = costs[0, 3:, 2] = 0.0
+    loss = ctc_losses(logits, torch.tensor([5]), [[0, 1]], costs)
+    scores, within = logits[0].detach().log_softmax(-1), costs[0] == 0
+    total = sum(
+        math.exp(sum(scores[t, one] for t, one in enumerate(path)))
+        for path in itertools.product(range(3), repeat=5)
+        if collapsed(path) == [0, 1] and all(within[t, one] for t, one in enumerate(path))
+    )
+    assert loss.item() == pytest.approx(-math.log(total) / 2, rel=1e-5)
+    loss.sum().backward()
+    early = logits.grad[0, 0]
+    assert early[0] < 0 < early[1]  # the first frame has to be blank
 
 
 def test_rows_with_fewer_frames_than_tokens_and_repeats_have_no_loss():
@@ -152,7 +191,9 @@ def test_a_head_learns_what_states_say(tmp_path, monkeypatch):
     # a loss that pairs recordings with other transcripts teaches nothing
     losses = ctc.ctc_losses
     monkeypatch.setattr(
-        ctc, "ctc_losses", lambda logits, frames, wanted: losses(logits, frames, wanted[::-1])
+        ctc,
+        "ctc_losses",
+        lambda logits, frames, wanted, costs: losses(logits, frames, wanted[::-1], costs),
     )
     _, report = train_head(model, Tokenizer(), spoken(80), OPTIONS)
     assert report["word_errors"] > 0.7

@@ -1,5 +1,6 @@
 """Recipes of models for streams: prefixes with their texts, adapters, heads on silent windows."""
 
+import itertools
 import json
 
 import numpy as np
@@ -10,7 +11,13 @@ from mmdecode.asr.transcriber import Transcriber
 from mmdecode.models.ctc_head import CTCHead
 from mmdecode.train.drafters.ctc import CTCOptions
 from mmdecode.train.zoo import whisper_synth_ctc, whisper_synth_stream
-from mmdecode.train.zoo.whisper_synth_ctc import EpochSamples, HeadOptions, quiet_window
+from mmdecode.train.zoo.whisper_synth_ctc import (
+    EARLY_S,
+    LATE_S,
+    EpochSamples,
+    HeadOptions,
+    LabelledWindows,
+)
 from mmdecode.train.zoo.whisper_synth_stream import (
     PrefixStream,
     PrefixWindows,
@@ -97,30 +104,72 @@ def test_batches_are_prefixes_of_one_length(work):
 
 
 @pytest.mark.slow
-def test_a_head_learns_from_spoken_and_from_silent_windows(work, given):
+def test_a_head_learns_without_and_then_with_the_times_of_words(work, given):
     head = CTCOptions(vocabulary=60, strides=(2, 1), feed_forward=32, epochs=2, batch=4)
-    options = HeadOptions(windows=24, quiet=0.3, head=head)
+    options = HeadOptions(windows=24, quiet=0.3, head=head, timed=(CTCOptions(epochs=1, batch=8),))
     report = whisper_synth_ctc.run(options, work, work / "head")
     made = CTCHead.from_pretrained(work / "head")
     assert len(made.ids) <= 60 and report["folder"] == str(work / "head")
+    rounds = json.loads((work / "head" / "report.json").read_text())["rounds"]
+    assert [len(one["word_errors_by_epoch"]) for one in rounds] == [2, 1]
+    assert {one["subwords"] for one in rounds} == {len(made.ids)}
     assert not (work / "ctc").exists()  # the state of a training that ended
 
 
-def test_the_windows_of_an_epoch_depend_on_the_seed_and_the_epoch_alone(work):
+@pytest.mark.parametrize("number", [0, 2])
+def test_the_windows_of_an_epoch_depend_on_the_seed_and_the_epoch_alone(work, number):
     head = CTCOptions(vocabulary=60, strides=(2, 1), feed_forward=32, epochs=3, batch=4)
-    options = HeadOptions(windows=6, head=head)
-    running, resumed = (EpochSamples(work / "corpus", options) for _ in range(2))
+    options = HeadOptions(windows=6, head=head, timed=(head, head))
+    running, resumed = (EpochSamples(work / "corpus", options, number) for _ in range(2))
     first, second = running(0), running(1)
     assert len(first) == len(second) == 6
     again = resumed(1)
-    assert [one.ids for one in again] == [one.ids for one in second]
+    assert [(one.ids, one.spans) for one in again] == [(one.ids, one.spans) for one in second]
     assert all(torch.equal(a.states, b.states) for a, b in zip(again, second, strict=True))
     assert not torch.equal(first[0].states, second[0].states)
     for sample in first:
         assert sample.states.shape == (200, 128) and sample.states.dtype == torch.float16
+        assert (sample.spans is not None) == bool(number)
+
+
+class Marked(LabelledWindows):
+    """Windows in which the samples of a word have the word's own value."""
+
+    words = ("every", "other", "house", "has", "a", "garden", "and", "some", "red", "doors")
+
+    def sentence(self):
+        sizes = [self.rng.randint(2000, 9000) for _ in self.words]
+        values = torch.arange(1.0, 11).repeat_interleave(torch.tensor(sizes))
+        ends = np.cumsum(sizes) / 16_000
+        return values, list(zip(self.words, ends.tolist(), strict=True))
+
+    def pause(self, seconds):
+        return torch.zeros(round(seconds * 16_000) + 800)
+
+    def damage(self, wave):
+        return wave
+
+
+def test_every_whole_word_of_a_window_is_labelled_where_it_is_spoken(work):
+    windows, cut = Marked(work / "corpus", causal_whisper()[1], 5), 0
+    for _ in range(40):
+        wave, (text, spans) = windows.timed()
+        assert len(wave) == 128_000 and len(text) == len(spans)
+        found = windows.tokenizer.decode(text).split()
+        edges = [0, *(1 + (wave[1:] != wave[:-1]).nonzero()[:, 0]).tolist(), len(wave)]
+        runs = [(begin, end) for begin, end in itertools.pairwise(edges) if wave[begin]]
+        whole = [run for run in runs if run[0] > 0 and run[1] < len(wave)]
+        cut += len(runs) - len(whole)
+        assert found == [windows.words[int(wave[begin]) - 1] for begin, _ in whole]
+        of_words = list(dict.fromkeys(spans))
+        assert len(of_words) == len(whole)
+        for (begin, end), (first, last) in zip(whole, of_words, strict=True):
+            assert first == pytest.approx(max(0, begin / 16_000 - EARLY_S) / 0.04, abs=1)
+            assert last == pytest.approx((end / 16_000 + LATE_S) / 0.04, abs=1)
+    assert cut > 10
 
 
 def test_silent_windows_are_of_every_kind(work):
-    windows = PrefixWindows(work / "corpus", causal_whisper()[1], 0)
-    found = [quiet_window(windows).abs().max().item() for _ in range(40)]
+    windows = LabelledWindows(work / "corpus", causal_whisper()[1], 0)
+    found = [windows.quiet().abs().max().item() for _ in range(40)]
     assert 0.0 in found and max(found) > 0.1 and len(set(found)) > 20

@@ -7,7 +7,6 @@ pause is removed, too, but for some padding.
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,18 +28,15 @@ if TYPE_CHECKING:
 
 LONGEST_S = 30.0
 """Longest window that is encoded at once, in seconds."""
-EARLY_S = 1.2
-"""Seconds of speech before the first label after a pause: a head labels a word when it is over, and
-may miss the first."""
 
 
 class Blanks(VoiceActivity):
     """Speech where a CTC head finds labels; everything between labels far apart is silence.
 
     The recording is encoded in windows that overlap, so that every frame has audio on either side.
-    A frame of speech is one whose blank has a probability below ``1 - vad_threshold``. A head finds
-    a word in a frame or two, so that ``vad_min_speech_s`` is not used, and late, so that a stretch
-    begins `EARLY_S` before its first label.
+    A frame of speech is one whose blank has a probability below ``1 - vad_threshold``. The head has
+    to find words where they are spoken; one that was trained without their times is often late, and
+    needs more ``vad_pad_s``.
 
     Args:
         options: Settings.
@@ -48,10 +44,8 @@ class Blanks(VoiceActivity):
         head: The head.
     """
 
-    early_s = EARLY_S
-
     def __init__(self, options: TranscribeOptions, recognizer: Recognizer, head: CTCHead) -> None:
-        super().__init__(replace(options, vad_min_speech_s=0.0))
+        super().__init__(options)
         self._recognizer, self._head = recognizer, head.eval()
         self._placed = Placed(self._head)
         self._window = round(min(recognizer.window_s, LONGEST_S) * recognizer.rate)
@@ -110,10 +104,8 @@ def detector_for(options: TranscribeOptions, recognizer: Recognizer) -> VoiceAct
         OptionError: No CTC head ships with the model.
         IncompatibleError: The head was trained for another model.
     """
-    if not options.vad:
-        return None
-    if not str(options.vad).startswith("ctc"):
-        return Silero(options)
+    if not options.vad_by_head:
+        return Silero(options) if options.vad else None
     named = str(options.vad).partition("head=")[2] or None
     folder = Path(recognizer.model.name_or_path)
     name = f"zoo:{folder.name}" if folder.parent == ZOO else f"{folder}"

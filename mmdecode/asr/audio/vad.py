@@ -109,15 +109,14 @@ class VoiceActivity:
         options: Settings; the fields that begin with ``vad_`` are used.
 
     Attributes:
+        settings: Settings in use.
         frame_s: Seconds of a frame, for which there is a probability.
-        early_s: Seconds of speech before the first frame of a stretch, which comes late.
     """
 
     frame_s: float
-    early_s: float = 0.0
 
     def __init__(self, options: TranscribeOptions) -> None:
-        self.options = options
+        self.settings = options.voice_activity
 
     def listen(self, source: Source) -> tuple[list[float], float]:
         """Returns the speech probability of each frame, and the length of the audio in seconds.
@@ -162,15 +161,14 @@ class VoiceActivity:
             probabilities: Speech probability of each frame.
             duration_s: Length of the recording, in seconds.
         """
-        options, step = self.options, self.frame_s
+        settings, step = self.settings, self.frame_s
         found: list[Stretch] = []
         for first, last in self._runs(probabilities):
             start, end = first * step, min(last * step, duration_s)
-            if end - start < options.vad_min_speech_s:
+            if end - start < settings.min_speech_s:
                 continue
-            start = max(0.0, start - self.early_s)
-            begin = max(0.0, start - options.vad_pad_s)
-            stop = min(duration_s, end + options.vad_pad_s)
+            begin = max(0.0, start - settings.pad_s)
+            stop = min(duration_s, end + settings.pad_s)
             if found and begin <= found[-1].stop:
                 found[-1] = replace(found[-1], end=end, stop=stop)
             else:
@@ -179,14 +177,14 @@ class VoiceActivity:
 
     def _runs(self, probabilities: Iterable[float]) -> Iterator[tuple[int, int]]:
         """Yields the first frame of each run of speech frames, and the first frame after it."""
-        silence = self.options.vad_min_silence_s / self.frame_s
+        silence = self.settings.min_silence_s / self.frame_s
         start: int | None = None
         quiet: int | None = None
         frame = -1
         for frame, probability in enumerate(probabilities):
-            if probability >= self.options.vad_threshold:
+            if probability >= self.settings.threshold:
                 start, quiet = frame if start is None else start, None
-            elif start is not None and probability < self.options.vad_threshold - _HYSTERESIS:
+            elif start is not None and probability < self.settings.threshold - _HYSTERESIS:
                 quiet = frame if quiet is None else quiet
                 if frame - quiet >= silence:
                     yield start, quiet

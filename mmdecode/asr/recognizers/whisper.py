@@ -154,10 +154,10 @@ class WhisperRecognizer(Recognizer):
 
     @property
     def _is_cut(self) -> bool:
-        return str(self.options.vad).startswith("ctc") and self.options.mode == "sequential"
+        return self.options.vad_by_head and self.options.mode == "sequential"
 
     def _is_padding(self, count: int) -> bool:
-        return count * self.frame_s <= self.options.vad_pad_s
+        return count * self.frame_s <= self.options.voice_activity.pad_s
 
     def is_silent(self, recording: Any, seek: int, count: int) -> bool:
         """Whether a window is the padding before a cut, which has no speech."""
@@ -178,7 +178,7 @@ class WhisperRecognizer(Recognizer):
 
     def waveform(self, recording: Any, seek: int, count: int) -> Any:
         """Returns the window's waveform, a `WindowWaveform`."""
-        return recording.window_waveform(seek)
+        return recording.window_waveform(seek, count)
 
     def encode(self, windows: Sequence[Any], seconds: Sequence[float]) -> Encoded:
         """Encodes windows, which all have the same length."""

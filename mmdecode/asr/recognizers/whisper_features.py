@@ -151,25 +151,30 @@ class Speech(Recording):
             seek: First frame.
             count: Number of frames, after which silence follows; ``None``: all.
         """
-        mel = self.mel
-        if count in (None, min(mel.window_frames, self.frames - seek)):
-            return mel.features(mel.frames(self._tape, seek, self._count(seek)), self.peak)
-        assert count is not None, "checked"
-        energies = mel.frames(self._tape, seek, count)
-        silence = (0, mel.window_frames - count)
-        return mel.features(torch.nn.functional.pad(energies, silence, value=-10.0), self.peak)
+        kept, silence = self._kept(seek, count)
+        energies = self.mel.frames(self._tape, seek, kept)
+        return self.mel.features(_followed(energies, silence), self.peak)
 
-    def window_waveform(self, seek: int) -> WindowWaveform:
-        """Returns the waveform of the window at frame ``seek``; calls have to be in order."""
-        mel = self.mel
+    def window_waveform(self, seek: int, count: int | None = None) -> WindowWaveform:
+        """Returns the waveform of the window at frame ``seek``; calls have to be in order.
+
+        Args:
+            seek: First frame.
+            count: See `window`.
+        """
+        mel, (kept, silence) = self.mel, self._kept(seek, count)
         start = seek * mel.hop - mel.size // 2
-        samples = self._tape.read(start, start + (self._count(seek) - 1) * mel.hop + mel.size)
-        return WindowWaveform(torch.from_numpy(samples), mel, self.peak)
+        samples = self._tape.read(start, start + (kept - 1) * mel.hop + mel.size)
+        return WindowWaveform(torch.from_numpy(samples), mel, self.peak, silence)
 
-    def _count(self, seek: int) -> int:
-        """Returns the number of frames of a window that are not padded with zeros."""
-        left = self.frames - seek + self._trailing_silence // self.mel.hop
-        return min(self.mel.window_frames, left)
+    def _kept(self, seek: int, count: int | None) -> tuple[int, int]:
+        """Returns the number of frames of a window that are read, and of silent ones after them."""
+        frames = self.mel.window_frames
+        if count in (None, min(frames, self.frames - seek)):
+            left = self.frames - seek + self._trailing_silence // self.mel.hop
+            return min(frames, left), 0
+        assert count is not None, "checked"
+        return count, frames - count
 
     def window_samples(self, seek: int, frames: int) -> np.ndarray:
         """Returns the samples ``(T,)`` of a window, no padding; call it right after `window`."""
@@ -190,6 +195,7 @@ class WindowWaveform:
         samples: Samples ``(T,)``, with half a frame of the recording before and after the window.
         mel: The model's log-mel transform.
         peak: Largest log10 mel energy of the recording.
+        silence: Number of silent frames after them.
         certain: Whether it certainly belongs to the features of the call; False if a user passes
             waveform and features separately.
     """
@@ -197,11 +203,17 @@ class WindowWaveform:
     samples: Tensor
     mel: Mel
     peak: float
+    silence: int = 0
     certain: bool = True
 
     def features(self, samples: Tensor) -> Tensor:
         """Returns the encoder input for changed samples of this window, ``(mels, frames)``."""
-        return self.mel.features(self.mel.energies(samples), self.peak)
+        return self.mel.features(_followed(self.mel.energies(samples), self.silence), self.peak)
+
+
+def _followed(energies: Tensor, silence: int) -> Tensor:
+    """Returns log10 mel energies ``(mels, frames)`` with silent frames after them."""
+    return torch.nn.functional.pad(energies, (0, silence), value=-10.0)
 
 
 def window_waveform(samples: np.ndarray, extractor: Any) -> WindowWaveform:

@@ -31,6 +31,7 @@ from mmdecode.asr.decoding.long_form import HINT
 from mmdecode.asr.options import TranscribeOptions
 from mmdecode.asr.results import Failure
 from mmdecode.asr.streaming.policies import CommitPolicy, Stable
+from mmdecode.asr.streaming.setting import refuse_no_transcriber
 from mmdecode.asr.streaming.stream import Stream, Update
 from mmdecode.asr.transcriber import Transcriber, failure_of
 from mmdecode.errors import MMDecodeError, OptionError, OverloadError, refuse_unknown
@@ -199,6 +200,7 @@ class StreamPool:
         most_waiting_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        refuse_no_transcriber(transcriber)
         if batch_size < 1 or not most_waiting_s > 0:
             raise OptionError(
                 f"batch_size={batch_size}, most_waiting_s={most_waiting_s}; expected at least 1, "
@@ -246,17 +248,21 @@ class StreamPool:
             step_s: See `Stream`.
             longest_s: See `Stream`.
             redraft: See `Stream`.
-            name: Name of the stream, for messages; ``None``: its number.
+            name: Name of the stream, for messages, which no other stream has; ``None``: its number.
             **options: Fields of `TranscribeOptions` that differ from those of the transcriber.
 
         Raises:
-            OptionError: An option does not exist or is out of range, or the model has no evidence
-                for the policy.
+            OptionError: An option does not exist or is out of range, the model has no evidence for
+                the policy, or another stream has the name.
         """
         refuse_unknown(options, list(TranscribeOptions.__dataclass_fields__))
         transcriber = self.transcriber.with_options(**options) if options else self.transcriber
         stream = Stream(transcriber, policy, step_s, longest_s, redraft)
         with self.lock:
+            if name in {one.name for one in self._streams}:
+                raise OptionError(
+                    f"another stream of this pool is named {name!r}; give another name"
+                )
             # streams that decode alike share a transcriber, so that their steps share a batch
             rule = stream.policy if isinstance(stream.policy, Stable) else None
             kind = stream.transcriber.options, redraft, rule

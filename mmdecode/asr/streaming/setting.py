@@ -17,6 +17,19 @@ from mmdecode.errors import IncompatibleError, OptionError
 from mmdecode.guide.stability import Stability
 
 
+def refuse_no_transcriber(given: object) -> None:
+    """Checks that a stream is given a transcriber.
+
+    Raises:
+        OptionError: It is something else, such as the name of a model.
+    """
+    if not hasattr(given, "sampling_rate"):
+        raise OptionError(
+            f"transcriber is {given!r}; expected a Transcriber: give "
+            "Transcriber.from_pretrained(NAME)"
+        )
+
+
 def options_for(
     transcriber: Transcriber, policy: CommitPolicy, longest_s: float
 ) -> TranscribeOptions:

@@ -16,7 +16,12 @@ from mmdecode.asr.results import Transcript, Word
 from mmdecode.asr.streaming.commits import Commits, bare
 from mmdecode.asr.streaming.hypothesis import Hypothesis, evidence_of, following, words_of
 from mmdecode.asr.streaming.policies import LOGIT, TIME, CommitPolicy, Stable, policy_of
-from mmdecode.asr.streaming.setting import continuing, options_for, redrafting
+from mmdecode.asr.streaming.setting import (
+    continuing,
+    options_for,
+    redrafting,
+    refuse_no_transcriber,
+)
 from mmdecode.asr.transcriber import Transcriber
 from mmdecode.errors import InputError, OptionError
 
@@ -101,14 +106,15 @@ class Stream:
         longest_s: float | None = None,
         redraft: bool = True,
     ) -> None:
+        refuse_no_transcriber(transcriber)
         self.policy, self.rate = policy_of(policy), transcriber.sampling_rate
         ours = transcriber.recognizer
         longest_s = ours.kept_s if longest_s is None else longest_s
         options = options_for(transcriber, self.policy, longest_s)
         if not 1 / self.rate <= step_s <= longest_s / 2:
             raise OptionError(
-                f"step_s={step_s}; expected more than 0 and at most half of longest_s, "
-                f"{longest_s / 2:g} s"
+                f"a step of {step_s} s; expected more than 0 and at most {longest_s / 2:g} s, half "
+                "of the audio that a stream keeps: give a shorter --step (step_s)"
             )
         if isinstance(self.policy, Stable):
             transcriber = continuing(transcriber, self.policy)

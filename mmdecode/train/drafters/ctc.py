@@ -10,6 +10,7 @@ arXiv:2603.11243 (a CTC text as a draft; there the encoder learns too).
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections import Counter
@@ -96,10 +97,13 @@ class Sample:
     Attributes:
         ids: Text tokens of the transcript, without the end token.
         states: Encoder states, ``(S, H)`` float16.
+        spans: First and last encoder state of each token; labels elsewhere are learned as errors.
+            ``None``: not known, labels may be anywhere.
     """
 
     ids: list[int]
     states: Tensor
+    spans: list[tuple[int, int]] | None = None
 
 
 def collect(
@@ -132,22 +136,31 @@ class Speller:
 
     Args:
         tokenizer: The model's tokenizer.
-        samples: Ids of the transcripts.
-        size: Maximum number of subwords.
+        ids: Token ids of the subwords.
     """
 
-    def __init__(self, tokenizer: Any, samples: Iterable[Sequence[int]], size: int) -> None:
+    def __init__(self, tokenizer: Any, ids: Sequence[int]) -> None:
         self._piece: Callable[[int], str] = tokenizer.convert_ids_to_tokens
+        self.ids = list(ids)
+        self._index = {self._piece(token): index for index, token in enumerate(self.ids)}
+        self._longest = max(map(len, self._index), default=0)
+
+    @classmethod
+    def of(cls, tokenizer: Any, samples: Iterable[Sequence[int]], size: int) -> Speller:
+        """Makes the speller of characters and of the most frequent tokens of transcripts.
+
+        Args:
+            tokenizer: The model's tokenizer.
+            samples: Ids of the transcripts.
+            size: Maximum number of subwords.
+        """
         counts = Counter(token for ids in samples for token in ids)
-        characters = Counter(
-            character for token in counts for character in self._characters(self._piece(token))
-        )
+        pieces = map(tokenizer.convert_ids_to_tokens, counts)
+        characters = {character for piece in pieces for character in cls._characters(piece)}
         found = tokenizer.convert_tokens_to_ids(sorted(characters))
         known = [token for token in found if token not in (None, tokenizer.unk_token_id)]
         frequent = [token for token, _ in counts.most_common() if token not in known]
-        self.ids = sorted([*known, *frequent][:size])
-        self._index = {self._piece(token): index for index, token in enumerate(self.ids)}
-        self._longest = max(map(len, self._index), default=0)
+        return cls(tokenizer, sorted([*known, *frequent][:size]))
 
     @staticmethod
     def _characters(piece: str) -> str:
@@ -192,7 +205,36 @@ class Speller:
         return found
 
 
-def ctc_losses(logits: Tensor, frames: Tensor, targets: Sequence[Sequence[int]]) -> Tensor:
+OUTSIDE = 20.0
+"""Cost of a label outside the span of its token, in nats."""
+
+
+def outside(samples: Sequence[Sample], speller: Speller, stride: int, like: Tensor) -> Tensor:
+    """Computes the costs of labels by their frame, ``(B, T, N + 1)``: 0 or `OUTSIDE`.
+
+    Args:
+        samples: Samples; those without spans have no costs.
+        speller: Subwords of the head.
+        stride: Encoder states per frame.
+        like: Logits of the samples, of the same shape.
+    """
+    costs = like.new_zeros(like.shape)
+    for row, sample in enumerate(samples):
+        if sample.spans is None:
+            continue
+        costs[row, :, 1:] = OUTSIDE
+        for token, (first, last) in zip(sample.ids, sample.spans, strict=True):
+            frames = slice(first // stride, last // stride + 1)
+            costs[row, frames, [index + 1 for index in speller.spelled([token])]] = 0.0
+    return costs
+
+
+def ctc_losses(
+    logits: Tensor,
+    frames: Tensor,
+    targets: Sequence[Sequence[int]],
+    costs: Tensor | None = None,
+) -> Tensor:
     """Computes the CTC loss of each row per target token, ``(B,)``.
 
     Rows with too few frames for their targets have a loss of zero.
@@ -201,10 +243,12 @@ def ctc_losses(logits: Tensor, frames: Tensor, targets: Sequence[Sequence[int]])
         logits: Logits ``(B, T, N + 1)`` of a `CTCHead`.
         frames: Number of frames of each row, ``(B,)``.
         targets: Indices of subwords of each row.
+        costs: Cost of each label in each frame, ``(B, T, N + 1)``, see `outside`.
     """
     sizes = torch.tensor([len(row) for row in targets])
     flat = torch.tensor([index + 1 for row in targets for index in row], device=logits.device)
-    scores = logits.float().log_softmax(-1).transpose(0, 1)
+    scores = logits.float().log_softmax(-1)
+    scores = (scores if costs is None else scores - costs).transpose(0, 1)
     losses = F.ctc_loss(
         scores, flat, frames.cpu(), sizes, blank=BLANK, reduction="none", zero_infinity=True
     )
@@ -218,6 +262,7 @@ def train_head(
     options: CTCOptions,
     state_file: Path | None = None,
     further: Callable[[int], Sequence[Sample]] | None = None,
+    begin: CTCHead | None = None,
 ) -> tuple[CTCHead, dict[str, Any]]:
     """Trains a head for a model; a twentieth of the samples, at least 10, is held out.
 
@@ -230,6 +275,7 @@ def train_head(
             resumes from it. ``None``: no state is written.
         further: Returns the samples of an epoch from its number, of which the first is 1; subwords
             and held-out samples are those of ``samples``. ``None``: every epoch has ``samples``.
+        begin: Head whose training goes on, with its shape and subwords. ``None``: a new one.
 
     Returns:
         The head; and a report with settings, number of subwords and held-out errors by epoch.
@@ -245,24 +291,14 @@ def train_head(
     held = max(10, len(samples) // 20)
     valid = [samples[i] for i in order[:held]]
     rest: Sequence[Sample] = [samples[i] for i in order[held:]]
-    speller = Speller(tokenizer, [sample.ids for sample in rest], options.vocabulary)
     table = model.get_input_embeddings().weight.detach()
-    embeddings, labels = table[speller.ids].float(), speller.labels(tokenizer, len(table))
-    head = CTCHead(
-        {
-            "source_size": samples[0].states.shape[1],
-            "hidden_size": embeddings.shape[1],
-            "inner_size": options.inner,
-            "kernel": options.kernel,
-            "strides": list(options.strides),
-            "feed_forward": options.feed_forward,
-            "subwords": len(speller.ids),
-            "vocab_size": len(table),
-            "spelled": labels.shape[1],
-        }
-    ).to(embeddings.device)
-    head.ids.copy_(torch.tensor(speller.ids))
-    head.spellings.copy_(labels)
+    if begin is None:
+        speller = Speller.of(tokenizer, [sample.ids for sample in rest], options.vocabulary)
+        head = new_head(options, speller, tokenizer, table, samples[0].states.shape[1])
+    else:
+        head, speller = begin, Speller(tokenizer, begin.ids.tolist())
+    embeddings = table[speller.ids].float()
+    head, stride = head.to(embeddings.device), math.prod(head.strides)
     optimizer = torch.optim.AdamW(head.parameters(), lr=options.peak_rate, weight_decay=0.01)
     settings = [asdict(options), len(samples), sum(sum(sample.ids) for sample in samples)]
     epochs = Epochs(head, optimizer, settings, state_file)
@@ -279,7 +315,8 @@ def train_head(
             states, lengths = _padded(batch, embeddings)
             logits = head(F.dropout(states, options.dropout), lengths, embeddings)
             wanted = [speller.spelled(sample.ids) for sample in batch]
-            ctc_losses(logits, head.lengths(lengths), wanted).mean().backward()
+            costs = outside(batch, speller, stride, logits)
+            ctc_losses(logits, head.lengths(lengths), wanted, costs).mean().backward()
             nn.utils.clip_grad_norm_(head.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -296,6 +333,37 @@ def train_head(
         "word_errors": min(rates),
     }
     return head.eval(), report
+
+
+def new_head(
+    options: CTCOptions, speller: Speller, tokenizer: Any, table: Tensor, width: int
+) -> CTCHead:
+    """Makes a head with random weights.
+
+    Args:
+        options: Settings.
+        speller: Its subwords.
+        tokenizer: The model's tokenizer.
+        table: The model's token embeddings, ``(V, hidden_size)``.
+        width: Width of the encoder's states.
+    """
+    labels = speller.labels(tokenizer, len(table))
+    head = CTCHead(
+        {
+            "source_size": width,
+            "hidden_size": table.shape[1],
+            "inner_size": options.inner,
+            "kernel": options.kernel,
+            "strides": list(options.strides),
+            "feed_forward": options.feed_forward,
+            "subwords": len(speller.ids),
+            "vocab_size": len(table),
+            "spelled": labels.shape[1],
+        }
+    )
+    head.ids.copy_(torch.tensor(speller.ids))
+    head.spellings.copy_(labels)
+    return head
 
 
 def word_errors(

@@ -22,16 +22,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from rich.progress import track
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import WhisperForConditionalGeneration, WhisperProcessor
 from transformers.modeling_outputs import BaseModelOutput
 
-from mmdecode.asr.alignment.cross_attention import forced_spans
-from mmdecode.asr.alignment.ctc import LetterHead, LetterModel
 from mmdecode.asr.recognizers.whisper_features import Mel
 from mmdecode.checkpoints import code_trusted, local_path
 from mmdecode.models.causal_whisper import (
@@ -39,9 +35,10 @@ from mmdecode.models.causal_whisper import (
     causal_form,
     window_features,
 )
-from mmdecode.runs.files import append_line, open_append, write_arrays, write_file, write_folder
+from mmdecode.runs.files import append_line, open_append, write_file, write_folder
 from mmdecode.train.loop import boxed, say_float32, write_state
-from mmdecode.train.speech_windows import WINDOW_S, Windows, synthesise_corpus
+from mmdecode.train.speech_windows import WINDOW_S, synthesise_corpus
+from mmdecode.train.zoo.aligned_windows import AlignedWindows, align_corpus
 from mmdecode.train.zoo.whisper_synth import rate_at
 from mmdecode.zoo.synthesis import SAMPLING_RATE
 
@@ -88,53 +85,8 @@ class Sentence(NamedTuple):
     words: list[tuple[str, float]]
 
 
-def align_corpus(folder: Path, base: str) -> None:
-    """Writes the word ends of each sentence of a corpus, in seconds; resumable.
-
-    Args:
-        folder: Folder of the corpus, see `mmdecode.train.speech_windows.synthesise_corpus`.
-        base: Model with an aligner.
-    """
-    path = local_path(base)
-    processor = WhisperProcessor.from_pretrained(path, trust_remote_code=code_trusted())
-    aligner = LetterModel(
-        LetterHead.from_pretrained(path), processor.feature_extractor, SAMPLING_RATE
-    )
-    for file in track(sorted(folder.glob("*[0-9].npz")), description="aligning"):
-        found = file.with_suffix(".words.npz")
-        if found.exists():
-            continue
-        with np.load(file) as data:
-            samples, ends, texts = data["samples"], data["ends"], data["texts"].tolist()
-        times, counts = [], []
-        for index, text in enumerate(texts):
-            wave = samples[ends[index - 1] if index else 0 : ends[index]].astype(np.float32) / 32767
-            words = [f" {word}" for word in text.split()]
-            log_probs, frame_s = aligner.emit(None, wave, len(wave) / SAMPLING_RATE)
-            times += [end * frame_s for _, end in forced_spans(log_probs, words, aligner)]
-            counts.append(len(words))
-        write_arrays(found, {"times": np.array(times, np.float32), "counts": np.array(counts)})
-
-
-class PrefixWindows(Windows):
+class PrefixWindows(AlignedWindows):
     """Sampler of windows with the ends of their words, and of their prefixes."""
-
-    def refresh(self) -> None:
-        """Loads the files of the corpus, and the word ends."""
-        super().refresh()
-        self.times = []
-        for path in sorted(self.known):
-            with np.load(path.with_suffix(".words.npz")) as data:
-                self.times.append(np.split(data["times"], np.cumsum(data["counts"])[:-1]))
-
-    def sentence(self) -> tuple[Tensor, list[tuple[str, float]]]:
-        """Samples a sentence of the corpus; returns its waveform, and its words with their ends."""
-        number = self.rng.randrange(len(self.shards))
-        samples, ends, texts = self.shards[number]
-        i = self.rng.randrange(len(texts))
-        wave = samples[ends[i - 1] if i else 0 : ends[i]].astype(np.float32) / 32767
-        words = zip(texts[i].split(), self.times[number][i].tolist(), strict=True)
-        return torch.from_numpy(wave), list(words)
 
     def window(self) -> tuple[Tensor, list[Sentence]]:
         """Samples the audio of a whole window, and its sentences; the last may be cut off."""
