@@ -24,6 +24,7 @@ from mmdecode.errors import (
     did_you_mean,
 )
 from mmdecode.model_names import REAL, SHORT, SYNTHETIC, full_name
+from mmdecode.no_models import refuse_part, refuse_unfinished
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -463,23 +464,12 @@ def loading(model_id: str) -> Iterator[None]:
                 "--trust-remote-code, in Python trust_remote_code=True"
             ) from error
         refuse_unfinished(model_id)
+        zoo = model_id.startswith("zoo:")
+        refuse_part(model_id, ZOO / model_id[4:] if zoo else Path(model_id))
         raise InputError(
             f"model {model_id!r} cannot be loaded: {' '.join(str(error).split())[:300]}; give "
             f"{NAMES}; a Hub id must exist and be accessible"
         ) from error
-
-
-def refuse_unfinished(path: str) -> None:
-    """Refuses the folder of an unfinished training, which has a state but no final weights.
-
-    Raises:
-        InputError: ``path`` is such a folder.
-    """
-    if (Path(path) / "state").is_dir() and not (Path(path) / "config.json").exists():
-        raise InputError(
-            f"{path} holds the state of a training that is not finished, and no weights yet; run "
-            "the same 'mmdecode train' command again, which continues the training"
-        )
 
 
 def config_of(path: str) -> Any:

@@ -16,6 +16,7 @@ from mmdecode.checkpoints import (
 from mmdecode.errors import InputError, UnsupportedModelError
 from mmdecode.image_ar.loading import config_of  # registers our own model types
 from mmdecode.model_names import full_name
+from mmdecode.no_models import kind_of_part
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -102,8 +103,7 @@ def _refuse_drafter(name: str, path: str) -> None:
 
     with loading(name):
         config = PreTrainedConfig.get_config_dict(path)[0]
-    heads = "medusa" if config.get("model_type") == "mmdecode_medusa" else None
-    kind = config.get("drafter", heads)
+    kind = kind_of_part(config)
     if kind is not None:
         raise InputError(
             f"{name} is a drafter, and cannot decode without its target; use it as "

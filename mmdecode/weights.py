@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from mmdecode.checkpoints import local_path, refuse_unfinished
+from mmdecode.checkpoints import local_path
 from mmdecode.errors import InputError
+from mmdecode.no_models import refuse_unfinished
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

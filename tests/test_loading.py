@@ -5,6 +5,7 @@ import torch
 from transformers import T5Config, T5ForConditionalGeneration, Wav2Vec2Config, Wav2Vec2ForCTC
 
 import mmdecode as mm
+from mmdecode.asr import Transcriber
 from mmdecode.errors import InputError, MMDecodeError, UnsupportedModelError
 from tests.support.hub import publish
 
@@ -45,6 +46,21 @@ def test_an_encoder_decoder_of_text_has_its_tokenizer_where_there_is_one(tmp_pat
 def test_a_drafter_is_no_model(name):
     with pytest.raises(InputError, match=f"{name}.*drafter|drafter.*{name}"):
         mm.load(name, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("zoo:punctuation", "punctuation"), ("zoo:whisper-synth-medusa", "medusa"), ("ctc", "ctc")],
+)
+def test_a_recogniser_is_not_made_of_a_part_for_one(name, kind, tmp_path):
+    if name == "ctc":
+        name = str(tmp_path)
+        (tmp_path / "config.json").write_text('{"drafter": "ctc"}')
+    with pytest.raises(InputError, match=f"{name} holds no model, but a part .*'{kind}'"):
+        Transcriber.from_pretrained(name, device="cpu")
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(InputError, match="cannot be loaded"):
+        Transcriber.from_pretrained(str(tmp_path), device="cpu")
 
 
 @pytest.mark.parametrize("name", ["zoo:scene-classifier", "zoo:var-scenes-tokenizer", "zoo:nobody"])

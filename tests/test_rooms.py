@@ -12,7 +12,7 @@ LAYERS = (
     {"_lazy"},
     {"errors", "_compat", "__init__"},
     {"quantization"},
-    {"options", "entries", "model_names", "runs"},
+    {"options", "entries", "model_names", "no_models", "runs"},
     {"registry"},
     {"checkpoints"},
     {"weights"},

@@ -18,7 +18,7 @@ from rich.text import Text
 from mmdecode.cli import flags
 from mmdecode.cli.output import emit_json
 from mmdecode.errors import MMDecodeError, OptionError
-from mmdecode.runs.console import console, out, print_line, without_other_bars
+from mmdecode.runs.console import console, out, print_line, warnings_shown, without_other_bars
 
 if TYPE_CHECKING:
     from mmdecode.asr.audio.inputs import AudioInput
@@ -124,12 +124,12 @@ def command(
     captioned = _caption_paths(out_dir, names)
     refuse_existing(captioned.values(), overwrite)
     microphone = _microphone(names, device_index)
-    transcriber = _loaded(given, options, timed=out_dir is not None)
-    pool = StreamPool(transcriber, most_waiting_s=math.inf)
-    rate = transcriber.sampling_rate
-    inputs = [_input(name, rate, step, real_time, microphone) for name in names]
-    feeder = Feeder(pool, inputs, step, policy=policy)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings_shown("default"))
+        transcriber = _loaded(given, options, timed=out_dir is not None)
+        pool, rate = StreamPool(transcriber, most_waiting_s=math.inf), transcriber.sampling_rate
+        inputs = [_input(name, rate, step, real_time, microphone) for name in names]
+        feeder = Feeder(pool, inputs, step, policy=policy)
         writers = [
             stack.enter_context(contextlib.closing(Captions(path, overwrite)))
             for path in captioned.values()
@@ -234,8 +234,8 @@ def _loaded(given: dict[str, Any], options: dict[str, Any], timed: bool) -> Tran
     """Loads the model; words get times if captions are written and the model has them."""
     from mmdecode.asr.transcriber import Transcriber
 
-    names = "draft device dtype quantize"
-    made = Transcriber.from_pretrained(given["model"], **flags.picked(given, names), **options)
+    loaded = flags.picked(given, "draft device dtype quantize")
+    made = Transcriber.from_pretrained(given["model"], **loaded, **options)
     if timed and not made.options.word_timestamps:
         with contextlib.suppress(MMDecodeError):
             return made.with_options(word_timestamps=True)
