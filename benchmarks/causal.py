@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pages import publish, table, warn_if_busy, write_result
+from pages import add_parts, measure_parts, publish, table, warn_if_busy
 from streaming import MODEL, RATE, cost, held_out, offline, pooled, timed
 from streaming_tables import LATENCY, latencies, percent, seconds
 
 from mmdecode.asr import Transcriber
 from mmdecode.errors import run_script
-from mmdecode.evaluation.speed.stopwatch import load, machine
+from mmdecode.evaluation.speed.stopwatch import machine
 
 CAUSAL = {"zoo:whisper-synth-320ms": 0.32, "zoo:whisper-synth-960ms": 0.96}
 """Models with the seconds of their blocks, which are those of a step."""
@@ -60,8 +60,6 @@ def run(arguments: argparse.Namespace) -> Path:
     ours = {name: Transcriber.from_pretrained(name, draft="medusa" if name == MODEL else None,
                                               device="cpu") for name in models}  # fmt: skip
     result: dict[str, Any] = {"machine": facts}
-    if arguments.onto:
-        result |= json.loads(arguments.onto.read_text()) | {"machine": facts}
     path = arguments.out / f"causal-cpu-torch{torch.__version__.split('+')[0]}-{facts['date']}.json"
 
     def curves() -> Iterator[dict[str, Any]]:
@@ -86,16 +84,7 @@ def run(arguments: argparse.Namespace) -> Path:
                 del row["texts"]
                 yield row
 
-    for part, rows in {"curves": curves, "costs": costs}.items():
-        if part in arguments.parts:
-            result[part] = []
-            for row in rows():
-                print({key: value for key, value in row.items() if key != "texts"}, flush=True)
-                result[part].append(row)
-            write_result(path, result, indent=None)
-    facts["load_at_end"] = load()
-    write_result(path, result, indent=None)
-    return path
+    return measure_parts(arguments, path, result, {"curves": curves, "costs": costs})
 
 
 def tables(result: Mapping[str, Any], name: str) -> str:
@@ -137,8 +126,7 @@ def main() -> None:
     parser.add_argument("--few", type=int, default=14, help="clips of the costs")
     parser.add_argument("--models", nargs="+", default=[*CAUSAL], choices=[*CAUSAL])
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure")
-    parser.add_argument("--onto", type=Path, help="earlier result, whose other parts stay")
+    add_parts(parser, PARTS)
     publish(parser, run, tables)
 
 

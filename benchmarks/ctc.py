@@ -11,7 +11,6 @@ recording, turn by turn and sentence by sentence; memory while it is transcribed
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -20,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from pages import publish, table, warn_if_busy, write_result
+from pages import add_parts, measure_parts, publish, table, warn_if_busy
 from peak_memory import now, peak, reset
 from streaming import MODEL, RATE, Speech, held_out
 from streaming_tables import percent
@@ -32,7 +31,7 @@ from mmdecode.draft.first_of import FirstOf
 from mmdecode.draft.medusa import Medusa
 from mmdecode.errors import run_script
 from mmdecode.evaluation.speech.wer import wer
-from mmdecode.evaluation.speed.stopwatch import load, machine
+from mmdecode.evaluation.speed.stopwatch import machine
 from mmdecode.guide.ctc import CTCScore
 from mmdecode.models.ctc_head import CTCHead
 from mmdecode.zoo import grammar, synthesis
@@ -168,16 +167,7 @@ def run(arguments: argparse.Namespace) -> Path:
     plain = Transcriber.from_pretrained(MODEL, device="cpu")
     untimed = plain.with_options(timestamps=False)
     result: dict[str, Any] = {"machine": facts}
-    if arguments.onto:
-        result |= json.loads(arguments.onto.read_text()) | {"machine": facts}
     path = arguments.out / f"ctc-cpu-torch{torch.__version__.split('+')[0]}-{facts['date']}.json"
-
-    def note(part: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        result[part] = []
-        for row in rows:
-            print(part, row, flush=True)
-            result[part].append(row)
-        write_result(path, result, indent=None)
 
     def head_rows() -> Iterable[dict[str, Any]]:
         for name, speech in sets().items():
@@ -230,12 +220,7 @@ def run(arguments: argparse.Namespace) -> Path:
         "guide": guide_rows,
         "cuts": lambda: long_recording(arguments.seconds, 32, arguments.head),
     }
-    for part, rows in parts.items():
-        if part in arguments.parts:
-            note(part, rows())
-    facts["load_at_end"] = load()
-    write_result(path, result, indent=None)
-    return path
+    return measure_parts(arguments, path, result, parts)
 
 
 def with_interval(row: Mapping[str, Any]) -> str:
@@ -304,8 +289,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=60, help="development clips of the guide")
     parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds of the drafts")
     parser.add_argument("--seconds", type=float, default=3600.0, help="length of the recording")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure")
-    parser.add_argument("--onto", type=Path, help="earlier result, whose other parts stay")
+    add_parts(parser, PARTS)
     publish(parser, run, tables)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mmdecode.errors import OptionError
+from mmdecode.evaluation.speed.stopwatch import load
 from mmdecode.runs.console import only_our_output
 from mmdecode.runs.files import (
     marked_json,
@@ -94,6 +95,42 @@ def publish(
     print(f"\n{text}\n\nwritten: {path}")
     if arguments.page:
         write_page(arguments.page, text)
+
+
+def add_parts(parser: argparse.ArgumentParser, parts: Sequence[str]) -> None:
+    """Adds the options of a benchmark that measures in parts, see `measure_parts`."""
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help="what to measure")
+    parser.add_argument("--onto", type=Path, help="earlier result, whose other parts stay")
+
+
+def measure_parts(
+    arguments: argparse.Namespace,
+    path: Path,
+    result: dict[str, Any],
+    parts: Mapping[str, Callable[[], Iterable[Mapping[str, Any]]]],
+) -> Path:
+    """Measures the parts that are asked for, and writes the result after each of them.
+
+    Args:
+        arguments: Parsed arguments, with those of `add_parts`.
+        path: The result file.
+        result: The result so far, with ``machine``; rows are added to it by part.
+        parts: Functions that yield the rows of each part; they may add to ``result``.
+
+    Returns:
+        The result file.
+    """
+    if arguments.onto:
+        result |= json.loads(arguments.onto.read_text()) | {"machine": result["machine"]}
+    for part in arguments.parts:
+        result[part] = []
+        for row in parts[part]():
+            print(part, {key: value for key, value in row.items() if key != "texts"}, flush=True)
+            result[part].append(row)
+        write_result(path, result, indent=None)
+    result["machine"]["load_at_end"] = load()
+    write_result(path, result, indent=None)
+    return path
 
 
 def warn_if_busy(facts: Mapping[str, Any]) -> None:
