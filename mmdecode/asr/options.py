@@ -41,7 +41,7 @@ class VoiceActivitySettings:
 
 
 SILERO = VoiceActivitySettings(threshold=0.5, min_speech_s=0.25, min_silence_s=2.0, pad_s=0.4)
-BLANKS = VoiceActivitySettings(threshold=0.3, min_speech_s=0.0, min_silence_s=0.7, pad_s=0.2)
+BLANKS = VoiceActivitySettings(threshold=0.3, min_speech_s=0.0, min_silence_s=0.7, pad_s=0.15)
 """Settings of a CTC head, which finds a word in a frame or two, close to its edges."""
 
 

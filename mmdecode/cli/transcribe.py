@@ -175,7 +175,7 @@ def command(
             0.3.
         vad_min_speech_s: Ignore speech that is shorter, in seconds; 0.25, of a CTC head 0.
         vad_min_silence_s: Keep shorter silences, in seconds; 2, of a CTC head 0.7.
-        vad_pad_s: Audio kept around speech, in seconds; 0.4, of a CTC head 0.2.
+        vad_pad_s: Audio kept around speech, in seconds; 0.4, of a CTC head 0.15.
         n_best: Length of each window's N-best list, in json; 0: no lists.
         n_best_method: beam (search) or sample.
         mode: sequential, or chunked: decodes a recording's windows in parallel; less accurate.

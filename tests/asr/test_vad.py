@@ -304,6 +304,14 @@ def test_a_model_without_a_head_is_refused():
         Transcriber.from_pretrained("zoo:whisper-synth-320ms", device="cpu", vad="ctc")
 
 
+def test_speech_ends_below_any_threshold():
+    chances = [0.0] * 20 + [0.5] * 20 + [0.005] * 60
+    for threshold in (0.1, 0.15, 0.4):
+        ours = Loud(vad_min_silence_s=0.4, vad_threshold=threshold)
+        (found,) = ours.stretches(chances, 4.0)
+        assert (found.start, found.end) == (pytest.approx(0.8), pytest.approx(1.6))
+
+
 def test_each_detector_has_settings_of_its_own():
     silero, head = TranscribeOptions(vad=True), TranscribeOptions(vad="ctc", vad_pad_s=0.3)
     assert silero.voice_activity == SILERO
@@ -323,14 +331,14 @@ def test_no_window_crosses_a_cut_at_blanks(vad):
     ours = Transcriber.from_pretrained("zoo:whisper-synth", device="cpu", vad=vad).recognizer
     wave = np.concatenate([clip.samples() for clip in speech_test()[:3]])[: 9 * RATE]
     recording, seams = ours.open(source_of((wave, RATE), RATE)), [0.0, 3.0, 6.0]
-    spans = [ours.span(recording, seek, seams) for seek in (0, 140, 150, 400)]
+    spans = [ours.span(recording, seek, seams) for seek in (0, 143, 150, 400)]
     if not vad:
-        assert [one.frames for one in spans] == [400, 310, 300, 50]
+        assert [one.frames for one in spans] == [400, 307, 300, 50]
         assert not any(ours.is_silent(recording, 0, one.frames) for one in spans)
         return
-    assert [one.frames for one in spans] == [150, 10, 150, 50]
+    assert [one.frames for one in spans] == [150, 7, 150, 50]
     assert [one.following for one in spans] == [None, 150, None, None]
-    assert ours.is_silent(recording, 140, 10) and not ours.is_silent(recording, 150, 150)
+    assert ours.is_silent(recording, 143, 7) and not ours.is_silent(recording, 150, 150)
     cut, whole = ours.read(recording, 0, 150), ours.open(source_of((wave, RATE), RATE)).window(0)
     assert torch.equal(cut[:, :150], whole[:, :150]) and len(cut[:, 150:].unique()) == 1
     assert cut[0, 150] == cut.min() and cut.shape == whole.shape

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 RATE, FRAME = 16_000, 512  # Silero's sampling rate in Hz, and samples per frame
 _HYSTERESIS = 0.15  # speech ends when its probability is this much below the threshold
+_LEAST = 0.01  # but at least below this
 _WORD = 0.2  # seconds; a shorter part of a stretch contains no word
 _NEAR = 1e-6  # seconds from a seam: below the resolution of times, above their rounding errors
 
@@ -178,13 +179,14 @@ class VoiceActivity:
     def _runs(self, probabilities: Iterable[float]) -> Iterator[tuple[int, int]]:
         """Yields the first frame of each run of speech frames, and the first frame after it."""
         silence = self.settings.min_silence_s / self.frame_s
+        least = max(self.settings.threshold - _HYSTERESIS, _LEAST)
         start: int | None = None
         quiet: int | None = None
         frame = -1
         for frame, probability in enumerate(probabilities):
             if probability >= self.settings.threshold:
                 start, quiet = frame if start is None else start, None
-            elif start is not None and probability < self.settings.threshold - _HYSTERESIS:
+            elif start is not None and probability < least:
                 quiet = frame if quiet is None else quiet
                 if frame - quiet >= silence:
                     yield start, quiet

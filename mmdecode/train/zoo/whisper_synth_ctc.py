@@ -66,6 +66,7 @@ class HeadOptions:
     timed: tuple[CTCOptions, ...] = (
         CTCOptions(epochs=8, peak_rate=2e-3),
         CTCOptions(epochs=6, peak_rate=2e-3),
+        CTCOptions(epochs=6, peak_rate=2e-3),
     )
     seed: int = 17
 
