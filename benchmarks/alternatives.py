@@ -31,7 +31,7 @@ from mmdecode.models.mask_ctc import MaskedDecoder, aligned_cross_entropy, confi
 from mmdecode.models.segmental import Recorded, SegmentalDecoder, search
 from mmdecode.train.loop import progress
 from mmdecode.train.speech_windows import WINDOW_S, synthesise_corpus
-from mmdecode.train.zoo.whisper_synth_stream import PrefixWindows, align_corpus
+from mmdecode.train.zoo.aligned_windows import AlignedWindows, align_corpus
 from mmdecode.zoo.speech import speech_test
 
 FRAME_S = 0.04
@@ -60,7 +60,7 @@ def indices(head: CTCHead) -> dict[int, int]:
 @torch.no_grad()
 def examples(ours: Any, head: CTCHead, work: Path, count: int, seed: int) -> Iterator[Example]:
     """Sentences of the corpus with noise, and their labels with the frames where they end."""
-    windows = PrefixWindows(work / "corpus", ours.processor, seed)
+    windows = AlignedWindows(work / "corpus", ours.processor, seed)
     windows.refresh()
     known = indices(head)
     while count:

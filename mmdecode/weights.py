@@ -82,6 +82,8 @@ def read_tensors(file: Path) -> dict[str, Any]:
     if not file.is_file():
         found = "is a folder" if file.is_dir() else "does not exist"
         raise InputError(f"{file} {found}; expected a file of weights, .safetensors or .pt")
+    if not file.stat().st_size:
+        raise InputError(f"{file} is empty; expected a file of weights: copy it again")
     try:
         if file.suffix == ".safetensors":
             return load_file(file)

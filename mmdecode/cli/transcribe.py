@@ -219,6 +219,7 @@ def command(
     _warn_of_thresholds(checked)
     # what may change a file; a transcript does not depend on the batch
     settings = dataclasses.asdict(checked)
+    settings |= {f"vad_{name}": value for name, value in vars(checked.voice_activity).items()}
     del settings["batch_size"]
     names = "model draft guide accept dtype seed keep_tree"
     settings |= flags.picked(given, names, later="quantize correct")

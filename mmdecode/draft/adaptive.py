@@ -120,15 +120,21 @@ class Adaptive(Drafter):
 
     @classmethod
     def from_options(
-        cls, draft: str, memory: int = 100, model_id: str | None = None, target: Any = None
+        cls,
+        draft: str,
+        memory: int = 100,
+        model_id: str | None = None,
+        target: Any = None,
+        tokenizer: Any = None,
     ) -> Adaptive:
         """Builds the drafter from a string's options, for example ``adaptive:draft=medusa``.
 
         The wrapped drafter may have one option, as in ``adaptive:draft=lookup:length=8``: a comma
         begins the next option of ``adaptive``. To set more, build the wrapped drafter in Python.
-        ``model_id`` and ``target`` are passed to the wrapped drafter.
+        ``model_id``, ``target`` and ``tokenizer`` are passed to the wrapped drafter.
         """
-        inner = registry.create("draft", draft, model_id=model_id, target=target)
+        known = {"model_id": model_id, "target": target, "tokenizer": tokenizer}
+        inner = registry.create("draft", draft, **known)
         return cls(inner, memory=memory)
 
     def needs(self, adapter: Adapter) -> Requirements:

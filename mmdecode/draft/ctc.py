@@ -27,8 +27,8 @@ from mmdecode.errors import OptionError
 from mmdecode.models.ctc_head import CTCHead
 from mmdecode.models.placed import Placed
 
-ROWS = 4
-"""Most rows of a call for which a head before Medusa heads was not slower than these alone."""
+CPU_ROWS = 4
+"""Default of ``rows`` on a CPU."""
 
 
 class CTC(Drafter):
@@ -45,8 +45,8 @@ class CTC(Drafter):
             draft always continues, which suits a head with few errors; with 2 a head with many
             errors drafts less in vain, and `mmdecode.draft.first_of.FirstOf` may draft the rest.
         rows: Most rows of a call that are drafted for. In a call with more, the head does not run
-            and nothing is proposed: on a CPU the passes over the chains of many rows cost more than
-            they save.
+            and nothing is proposed. ``None``: `CPU_ROWS` on a CPU, where passes over the chains of
+            many rows cost more than they save, and any number elsewhere.
 
     Proposes deterministic chains. Lossless under every exact acceptance rule, whatever the head
     finds. Where the head finds nothing, nothing is drafted. Predicted timestamps are not in the
@@ -69,9 +69,9 @@ class CTC(Drafter):
         length: int = 16,
         ngram: int = 3,
         least: int = 0,
-        rows: int = ROWS,
+        rows: int | None = None,
     ) -> None:
-        if rows < 0:
+        if rows is not None and rows < 0:
             raise OptionError(f"rows={rows}; expected rows >= 0, where 0 drafts nothing")
         self.rows = rows
         self.texts_drafter = Source(length, ngram, least=least)
@@ -85,7 +85,7 @@ class CTC(Drafter):
         length: int = 16,
         ngram: int = 3,
         least: int = 0,
-        rows: int = ROWS,
+        rows: int | None = None,
         model_id: str | None = None,
         tokenizer: Any = None,
     ) -> CTC:
@@ -147,7 +147,11 @@ class CTC(Drafter):
 
     def begin(self, call: Call, prefill: BranchOutput) -> DraftSession:
         """Runs the head, and opens a session that drafts from its texts and the end token."""
-        if call.batch > self.rows:
+        if self.rows is None:
+            most = CPU_ROWS if prefill.logits.device.type == "cpu" else call.batch
+        else:
+            most = self.rows
+        if call.batch > most:
             return DraftSession(call)
         end = call.request.eos_token_ids[:1].tolist()
         rows = [[*text, *end] for text in self.texts(call)]

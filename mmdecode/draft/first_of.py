@@ -28,7 +28,7 @@ from mmdecode.engine.contracts import (
     Requirements,
 )
 from mmdecode.engine.proposal import Proposal
-from mmdecode.errors import IncompatibleError
+from mmdecode.errors import IncompatibleError, OptionError
 
 
 class FirstOf(Drafter):
@@ -70,7 +70,7 @@ class FirstOf(Drafter):
     def from_options(
         cls,
         second: str,
-        length: int = 16,
+        length: int | None = None,
         first: str | None = None,
         model_id: str | None = None,
         target: Any = None,
@@ -82,15 +82,23 @@ class FirstOf(Drafter):
 
         Args:
             second: Name of the second drafter.
-            length: Maximum number of tokens that `Source` copies; it copies where the last two
-                output tokens (or all, if there are fewer) occur in its source text.
+            length: Maximum number of tokens that `Source` copies, 16 by default; it copies where
+                the last two output tokens (or all, if there are fewer) occur in its source text.
             first: Name of the first drafter; ``None``: `Source`.
             model_id: Passed to both drafters.
             target: Passed to both drafters.
             tokenizer: Passed to both drafters.
+
+        Raises:
+            OptionError: ``length`` is given with another first drafter than `Source`.
         """
+        if length is not None and first is not None:
+            raise OptionError(
+                f"length={length} is that of a given text; with first={first!r} write it as an "
+                f"option of that drafter, as in first={first.partition(':')[0]}:length={length}"
+            )
         known = {"model_id": model_id, "target": target, "tokenizer": tokenizer}
-        copied = Source(length, least=2)
+        copied = Source(16 if length is None else length, least=2)
         leading = copied if first is None else registry.create("draft", first, **known)
         return cls(leading, registry.create("draft", second, **known))
 

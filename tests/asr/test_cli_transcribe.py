@@ -149,6 +149,8 @@ def test_results_are_never_mixed_with_those_of_other_settings(run, audio, tmp_pa
             raise done.exception
     assert (out / "results.jsonl").read_text() == before
     assert run(audio / "x.wav", "--out", out, "--resume", "--batch-size", 2).exit_code == 0
+    settings = json.loads((out / "run.json").read_text())["settings"]
+    assert (settings["vad_threshold"], settings["vad_pad_s"]) == (0.5, 0.4)  # those of the detector
     (out / "run.json").write_text("{")
     assert isinstance(run(audio / "x.wav", "--out", out, "--resume").exception, OptionError)
 

@@ -228,9 +228,15 @@ def test_what_is_wrong_is_refused_before_anything_is_taken():
     for made in (Stream, StreamPool):
         with pytest.raises(OptionError, match="transcriber is 'zoo:x'; expected a Transcriber"):
             made("zoo:x")
+        with pytest.raises(OptionError, match="transcriber is of type ndarray; expected"):
+            made(np.zeros(3))
     stream = pool.open(name="a")
     with pytest.raises(OptionError, match="another stream of this pool is named 'a'"):
         pool.open(name="a")
+    numbered = pool.open(name="0"), pool.open(), pool.open()
+    assert [one.name for one in numbered] == ["0", "1", "2"]
+    for one in numbered:
+        one.leave()
     with pytest.raises(InputError, match="int16"):
         stream.feed(np.zeros(3, np.int16))
     with pytest.raises(OptionError, match="max_tokens"):

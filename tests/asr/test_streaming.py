@@ -359,7 +359,7 @@ def test_samples_that_cannot_be_read_are_refused_and_change_nothing(samples, rat
         ({"policy": "agreement:n=0"}, OptionError, "a whole number from 1 on"),
         ({"policy": "hold:n=1.5"}, OptionError, "policy hold: n=1.5; expected a whole number"),
         ({"policy": "hold:k=1"}, OptionError, "no option 'k'; expected 'hold:n=3'"),
-        ({"step_s": 0.0}, OptionError, "a step of 0.0 s; expected more than 0"),
+        ({"step_s": 0.0}, OptionError, r"a step of 0.0 s \(step_s\); expected more than 0"),
         ({"step_s": 5.0}, OptionError, "at most 4 s, half of the audio"),
         ({"longest_s": 9.0}, OptionError, "at most a window of the model, 8 s"),
         ({"longest_s": 0.0}, OptionError, "longest_s=0.0"),

@@ -291,7 +291,7 @@ def test_a_window_that_begins_a_frame_late_is_noticed(monkeypatch):
 
 
 def test_labels_near_each_other_are_one_stretch():
-    ours = Loud(vad_min_silence_s=0.4, vad_min_speech_s=0.0, vad_pad_s=0.1)
+    ours = Loud(vad_min_silence_s=0.4, vad_min_speech_s=0.0, vad_pad_s=0.0)
     chances = np.zeros(250)
     chances[[50, 56, 63, 100, 101]] = 1.0  # spikes; gaps of 0.2 and 1.4 s
     found = ours.stretches(chances.tolist(), 10.0)
@@ -307,7 +307,7 @@ def test_a_model_without_a_head_is_refused():
 def test_speech_ends_below_any_threshold():
     chances = [0.0] * 20 + [0.5] * 20 + [0.005] * 60
     for threshold in (0.1, 0.15, 0.4):
-        ours = Loud(vad_min_silence_s=0.4, vad_threshold=threshold)
+        ours = Loud(vad_min_silence_s=0.4, vad_threshold=threshold, vad_pad_s=0.0)
         (found,) = ours.stretches(chances, 4.0)
         assert (found.start, found.end) == (pytest.approx(0.8), pytest.approx(1.6))
 
@@ -323,7 +323,15 @@ def test_a_word_of_one_frame_is_speech():
     ours = Loud(vad_min_silence_s=0.5)
     chances = [0.0] * 100 + [1.0] + [0.0] * 100
     (found,) = ours.stretches(chances, 201 * 0.04)
-    assert found.start == pytest.approx(4.0) and found.end == pytest.approx(4.04)
+    assert found.begin == found.start == pytest.approx(4.0 - BLANKS.pad_s)
+    assert found.stop == found.end == pytest.approx(4.04 + BLANKS.pad_s)
+
+
+def test_a_word_in_a_short_stretch_stays_there():
+    short, long = Stretch(4.85, 4.85, 5.23, 5.23), Stretch(9.85, 9.85, 12.15, 12.15)
+    timeline = Timeline((short, long), 20.0)
+    assert timeline.span(0.1, 0.4) == (pytest.approx(4.95), 5.23)  # 0.02 s beyond the seam
+    assert timeline.span(0.3, 0.9) == (9.85, pytest.approx(10.37))  # begins just before it
 
 
 @pytest.mark.parametrize("vad", ["ctc", False])

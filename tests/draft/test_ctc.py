@@ -14,7 +14,7 @@ from mmdecode import registry
 from mmdecode.asr import Transcriber
 from mmdecode.checkpoints import local_path
 from mmdecode.decoder import Decoder
-from mmdecode.draft.ctc import CTC
+from mmdecode.draft.ctc import CPU_ROWS, CTC
 from mmdecode.draft.first_of import FirstOf
 from mmdecode.draft.lookup import PromptLookup
 from mmdecode.engine.contracts import Requirements
@@ -115,6 +115,8 @@ def test_in_a_larger_batch_the_head_is_off():
     assert torch.equal(ids, expected) and stats.drafted and stats.passes < before
     ids, stats = drafted(Known(rows, rows=2), "whisper")
     assert torch.equal(ids, expected) and not stats.drafted and stats.passes == before
+    for count, on in ((CPU_ROWS, True), (CPU_ROWS + 1, False)):
+        assert bool(drafted(Known([[1, 2]]), "whisper", batch=count)[1].drafted) == on
     with pytest.raises(OptionError, match="rows=-1; expected rows >= 0"):
         Known(rows, rows=-1)
 
@@ -135,6 +137,15 @@ def test_a_string_puts_a_head_before_another_drafter():
     )
     assert isinstance(made.first, CTC) and made.first.texts_drafter.least == 2
     assert isinstance(made.second, PromptLookup)
+    with pytest.raises(OptionError, match=r"with first='ctc:least=2' write .*first=ctc:length=3"):
+        registry.create("draft", "first_of:first=ctc:least=2,length=3,second=lookup")
+    known = {"model_id": "zoo:whisper-synth", "tokenizer": Pairs()}
+    for name in ("adaptive:draft=ctc", "first_of:first=ctc,second=lookup"):
+        made = registry.create("draft", name, **known)
+        assert isinstance(
+            getattr(made, "draft", made).tokenizer if name[0] == "a" else made.first.tokenizer,
+            Pairs,
+        )
 
 
 def test_the_end_token_is_drafted():

@@ -394,7 +394,9 @@ def test_a_published_checkpoint_is_loaded_by_its_layout(tmp_path):
     with pytest.raises(InputError, match=r"lack n_audio_ctx, .*, n_vocab, extra_gran_blocks; give"):
         from_published(tmp_path / "few.pt")
     (tmp_path / "text.pt").write_text("no weights")
-    given = {"missing.pt": "does not exist", ".": "is a folder", "text.pt": "cannot be read as"}
+    (tmp_path / "empty.pt").touch()
+    given = {"missing.pt": "does not exist", ".": "is a folder", "empty.pt": "is empty"}
+    given["text.pt"] = "cannot be read as weights"
     for name, problem in given.items():
         with pytest.raises(InputError, match=problem) as caught:
             from_published(tmp_path / name)

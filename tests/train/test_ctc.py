@@ -1,5 +1,6 @@
 """Training of CTC heads: spelling with fewer subwords, the loss, and a head that learns a text."""
 
+import functools
 import itertools
 import json
 import math
@@ -131,9 +132,29 @@ def test_a_loss_with_spans_is_the_sum_over_paths_within_them():
         if collapsed(path) == [0, 1] and all(within[t, one] for t, one in enumerate(path))
     )
     assert loss.item() == pytest.approx(-math.log(total) / 2, rel=1e-5)
-    loss.sum().backward()
-    early = logits.grad[0, 0]
-    assert early[0] < 0 < early[1]  # the first frame has to be blank
+
+
+@pytest.mark.parametrize("cost", [0.5, 20.0])
+def test_the_gradient_of_a_loss_with_costs_is_that_of_its_value(cost):
+    dice = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, 6, 4, generator=dice, requires_grad=True)
+    costs = cost * (torch.rand(3, 6, 4, generator=dice) < 0.4)
+    costs[..., 0] = 0.0
+
+    def differences(losses):
+        """Largest difference of the gradient to finite differences."""
+        losses = functools.partial(
+            losses, frames=torch.tensor([6, 5, 4]), targets=[[0, 1, 1], [2], []], costs=costs
+        )
+        (found,) = torch.autograd.grad(losses(logits).sum(), logits)
+        steps = 0.01 * torch.eye(logits.numel()).view(-1, *logits.shape)
+        slopes = [(losses(logits + step) - losses(logits - step)).sum() / 0.02 for step in steps]
+        return (found - torch.stack(slopes).view_as(found)).abs().max().item()
+
+    assert differences(ctc_losses) < 1e-3
+    # torch's own gradient takes its input for normalised
+    bare = edited(ctc_losses, "(scores - costs).logsumexp(-1)", "torch.zeros(scores.shape[:2])")
+    assert differences(bare) > 0.05
 
 
 def test_rows_with_fewer_frames_than_tokens_and_repeats_have_no_loss():
@@ -205,7 +226,7 @@ def test_an_interrupted_training_ends_as_another(tmp_path, monkeypatch, rates):
     model = SimpleNamespace(get_input_embeddings=lambda: embedding)
     options, file = replace(OPTIONS, epochs=4, dropout=0.2), tmp_path / "head.pt"
 
-    def train(count, rates, state_file=None):
+    def train(count, rates, state_file=None, spans=False, begin=None):
         """A rate of ``None`` is Ctrl-C."""
         found = iter(rates)
 
@@ -216,7 +237,10 @@ def test_an_interrupted_training_ends_as_another(tmp_path, monkeypatch, rates):
             return rate
 
         monkeypatch.setattr(ctc, "word_errors", errors)
-        return train_head(model, Tokenizer(), spoken(count), options, state_file)
+        samples = spoken(count)
+        if spans:
+            samples = [replace(one, spans=[(0, 1)] * len(one.ids)) for one in samples]
+        return train_head(model, Tokenizer(), samples, options, state_file, begin=begin)
 
     whole, expected = train(24, rates)
     with pytest.raises(KeyboardInterrupt):
@@ -226,6 +250,9 @@ def test_an_interrupted_training_ends_as_another(tmp_path, monkeypatch, rates):
     torch.save({"key": "as before"}, tmp_path / "older.pt")
     with pytest.raises(OptionError, match="other settings or data"):
         train(24, [], tmp_path / "older.pt")
+    for change in ({"spans": True}, {"begin": whole}):
+        with pytest.raises(OptionError, match="other settings or data"):
+            train(24, [], file, **change)
     resumed, report = train(24, rates[2:], file)
     assert report == expected
     for name, weight in whole.state_dict().items():

@@ -7,6 +7,8 @@ pause is removed, too, but for some padding.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +18,7 @@ import torch
 
 from mmdecode import registry
 from mmdecode.asr.audio.reading import Source, blocks
-from mmdecode.asr.audio.vad import Silero, VoiceActivity
+from mmdecode.asr.audio.vad import Silero, Stretch, VoiceActivity
 from mmdecode.checkpoints import ZOO
 from mmdecode.errors import IncompatibleError
 from mmdecode.models.ctc_head import BLANK, CTCHead
@@ -49,6 +51,11 @@ class Blanks(VoiceActivity):
         self._recognizer, self._head = recognizer, head.eval()
         self._placed = Placed(self._head)
         self._window = round(min(recognizer.window_s, LONGEST_S) * recognizer.rate)
+
+    def stretches(self, probabilities: Iterable[float], duration_s: float) -> list[Stretch]:
+        """Returns the stretches of speech; times may lie in the padding, since labels have none."""
+        found = super().stretches(probabilities, duration_s)
+        return [replace(one, start=one.begin, end=one.stop) for one in found]
 
     @cached_property
     def frame_s(self) -> float:  # type: ignore[override]

@@ -83,10 +83,14 @@ class Timeline:
             end: End in the concatenated stretches, in seconds.
         """
         first, last = self._stretch(start + _NEAR), self._stretch(end - _NEAR)
+        before, after = (
+            min(_WORD, (part.stop - part.begin) / 2)
+            for part in (self.stretches[first], self.stretches[last])
+        )
         at, to = self._in_recording(start, first), self._in_recording(end, last)
-        if first < last and at > self.stretches[first].end - _WORD:
+        if first < last and at > self.stretches[first].end - before:
             first, at = first + 1, 0.0
-        if first < last and to < self.stretches[last].start + _WORD:
+        if first < last and to < self.stretches[last].start + after:
             last, to = last - 1, math.inf
         at, to = max(at, self.stretches[first].start), min(to, self.stretches[last].end)
         return (at, to) if at < to else (self.at(start), self.at(end))

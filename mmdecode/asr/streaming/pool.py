@@ -259,7 +259,10 @@ class StreamPool:
         transcriber = self.transcriber.with_options(**options) if options else self.transcriber
         stream = Stream(transcriber, policy, step_s, longest_s, redraft)
         with self.lock:
-            if name in {one.name for one in self._streams}:
+            taken = {one.name for one in self._streams}
+            if name is None:
+                name = next(text for text in map(str, self._numbers) if text not in taken)
+            if name in taken:
                 raise OptionError(
                     f"another stream of this pool is named {name!r}; give another name"
                 )
@@ -267,8 +270,7 @@ class StreamPool:
             rule = stream.policy if isinstance(stream.policy, Stable) else None
             kind = stream.transcriber.options, redraft, rule
             stream.transcriber = self._shared.setdefault(kind, stream.transcriber)
-            number = next(self._numbers)
-            opened = PooledStream(self, stream, str(number) if name is None else name)
+            opened = PooledStream(self, stream, name)
             opened.turn = next(self._turns)
             self._streams.append(opened)
         return opened

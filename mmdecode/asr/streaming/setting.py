@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from mmdecode.asr.alignment.evidence import Evidence
 from mmdecode.asr.options import LEAST_WINDOW_S, TranscribeOptions
@@ -23,9 +24,11 @@ def refuse_no_transcriber(given: object) -> None:
     Raises:
         OptionError: It is something else, such as the name of a model.
     """
-    if not hasattr(given, "sampling_rate"):
+    if not hasattr(given, "recognizer"):
+        kind = f"of type {type(given).__name__}"
+        shown = repr(given) if isinstance(given, str | Path) else kind
         raise OptionError(
-            f"transcriber is {given!r}; expected a Transcriber: give "
+            f"transcriber is {shown}; expected a Transcriber: give "
             "Transcriber.from_pretrained(NAME)"
         )
 

@@ -113,8 +113,8 @@ class Stream:
         options = options_for(transcriber, self.policy, longest_s)
         if not 1 / self.rate <= step_s <= longest_s / 2:
             raise OptionError(
-                f"a step of {step_s} s; expected more than 0 and at most {longest_s / 2:g} s, half "
-                "of the audio that a stream keeps: give a shorter --step (step_s)"
+                f"a step of {step_s} s (step_s); expected more than 0 and at most "
+                f"{longest_s / 2:g} s, half of the audio that a stream keeps (longest_s)"
             )
         if isinstance(self.policy, Stable):
             transcriber = continuing(transcriber, self.policy)

@@ -11,6 +11,7 @@ arXiv:2603.11243 (a CTC text as a draft; there the encoder learns too).
 from __future__ import annotations
 
 import math
+import operator
 import re
 import time
 from collections import Counter
@@ -248,11 +249,24 @@ def ctc_losses(
     sizes = torch.tensor([len(row) for row in targets])
     flat = torch.tensor([index + 1 for row in targets for index in row], device=logits.device)
     scores = logits.float().log_softmax(-1)
-    scores = (scores if costs is None else scores - costs).transpose(0, 1)
+    left = scores.new_zeros(scores.shape[:2])
+    if costs is not None:  # the gradient of torch's loss is that of normalised scores only
+        left = (scores - costs).logsumexp(-1)
+        scores = scores - costs - left[..., None]
     losses = F.ctc_loss(
-        scores, flat, frames.cpu(), sizes, blank=BLANK, reduction="none", zero_infinity=True
+        scores.transpose(0, 1),
+        flat,
+        frames.cpu(),
+        sizes,
+        blank=BLANK,
+        reduction="none",
+        zero_infinity=True,
     )
-    return losses / sizes.clamp_min(1).to(losses)
+    repeats = torch.tensor([sum(map(operator.eq, row, row[1:])) for row in targets])
+    fits = (sizes + repeats).to(frames) <= frames
+    order = torch.arange(left.shape[1], device=left.device)
+    real = (order < frames.to(order)[:, None]) & fits.to(order.device)[:, None]
+    return (losses - (left * real).sum(1)) / sizes.clamp_min(1).to(losses)
 
 
 def train_head(
@@ -300,7 +314,7 @@ def train_head(
     embeddings = table[speller.ids].float()
     head, stride = head.to(embeddings.device), math.prod(head.strides)
     optimizer = torch.optim.AdamW(head.parameters(), lr=options.peak_rate, weight_decay=0.01)
-    settings = [asdict(options), len(samples), sum(sum(sample.ids) for sample in samples)]
+    settings = _settings(options, samples, begin)
     epochs = Epochs(head, optimizer, settings, state_file)
     for epoch in epochs.left(options.epochs, "CTC head"):
         torch.manual_seed(options.seed * 1000 + epoch)
@@ -315,7 +329,8 @@ def train_head(
             states, lengths = _padded(batch, embeddings)
             logits = head(F.dropout(states, options.dropout), lengths, embeddings)
             wanted = [speller.spelled(sample.ids) for sample in batch]
-            costs = outside(batch, speller, stride, logits)
+            known = any(sample.spans is not None for sample in batch)
+            costs = outside(batch, speller, stride, logits) if known else None
             ctc_losses(logits, head.lengths(lengths), wanted, costs).mean().backward()
             nn.utils.clip_grad_norm_(head.parameters(), 1.0)
             optimizer.step()
@@ -333,6 +348,19 @@ def train_head(
         "word_errors": min(rates),
     }
     return head.eval(), report
+
+
+def _settings(options: CTCOptions, samples: Sequence[Sample], begin: CTCHead | None) -> list[Any]:
+    """Returns what a training must share with the one that it resumes."""
+    found = [asdict(options), len(samples), sum(sum(sample.ids) for sample in samples)]
+    spans = [sum(map(sum, sample.spans)) for sample in samples if sample.spans is not None]
+    if spans:
+        found += [sum(spans), OUTSIDE]
+    if begin is not None:
+        found.append(
+            sum(float(weight.detach().double().abs().sum()) for weight in begin.parameters())
+        )
+    return found
 
 
 def new_head(

@@ -4,7 +4,7 @@ The head reads the encoder's states, which stay as they are. Its labels are the 
 synthetic speech; every epoch has other windows, since a few thousand are learned by heart. Windows
 of silence, noise and music have no label, so that blanks mean that nobody speaks.
 
-A head that learns where it likes has its labels half a second late. So it learns some rounds more
+A head that learns where it likes has its labels half a second late. So it learns some epochs more
 with the times of the words, where a label outside its word costs, on windows that have pauses with
 noise and music between sentences.
 """
@@ -44,8 +44,8 @@ class HeadOptions:
         windows: Number of windows of an epoch.
         quiet: Share of them without speech.
         head: Settings of the head.
-        timed: Settings of the rounds with times of words, each of which goes on from the last one;
-            of these, ``epochs``, ``peak_rate``, ``batch`` and ``dropout`` are used.
+        timed_epochs: Number of epochs with times of words, after those of ``head``.
+        timed_rate: Their highest learning rate.
         seed: Seed of the windows.
     """
 
@@ -63,17 +63,15 @@ class HeadOptions:
             peak_rate=4e-3,
         )
     )
-    timed: tuple[CTCOptions, ...] = (
-        CTCOptions(epochs=8, peak_rate=2e-3),
-        CTCOptions(epochs=6, peak_rate=2e-3),
-        CTCOptions(epochs=6, peak_rate=2e-3),
-    )
+    timed_epochs: int = 14
+    timed_rate: float = 2e-3
     seed: int = 17
 
     @property
     def rounds(self) -> list[CTCOptions]:
-        """Settings of the rounds of training; labels have times in all but the first."""
-        return [replace(one, seed=self.seed) for one in (self.head, *self.timed)]
+        """Settings of both rounds of training, of which the second has labels with times."""
+        first = replace(self.head, seed=self.seed)
+        return [first, replace(first, epochs=self.timed_epochs, peak_rate=self.timed_rate)]
 
 
 Labels = tuple[list[int], "list[tuple[int, int]] | None"]
