@@ -26,7 +26,7 @@ from streaming_tables import percent
 
 from mmdecode.asr import Transcriber
 from mmdecode.decoder import Decoder
-from mmdecode.draft.ctc import CTC
+from mmdecode.draft.ctc import CPU_ROWS, CTC
 from mmdecode.draft.first_of import FirstOf
 from mmdecode.draft.medusa import Medusa
 from mmdecode.errors import run_script
@@ -184,11 +184,15 @@ def run(arguments: argparse.Namespace) -> Path:
             "ctc": CTC(head, tokenizer),
             "ctc, then medusa": FirstOf(CTC(head, tokenizer, least=2), medusa()),
         }
-        ways = {
-            name: untimed.with_options(Decoder(draft), timestamps=False)
-            for name, draft in drafts.items()
+        unlimited = {
+            "ctc:rows=32": CTC(head, tokenizer, rows=32),
+            "ctc:rows=32, then medusa": FirstOf(CTC(head, tokenizer, least=2, rows=32), medusa()),
         }
-        for batch in (1, 32):
+        for batch in (1, 4, 32):
+            ways = {
+                name: untimed.with_options(Decoder(draft), timestamps=False)
+                for name, draft in (drafts | (unlimited if batch > CPU_ROWS else {})).items()
+            }
             yield from clocked(ways, sets()["test clips"], arguments.rounds, batch)
 
     def guide_rows() -> Iterable[dict[str, Any]]:
