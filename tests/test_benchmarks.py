@@ -156,6 +156,7 @@ def page_and_result(page, tables, name="tables"):
         ("real_speech.md", "real_speech_tables"),
         ("serve.md", "serve_tables"),
         ("causal.md", "causal"),
+        ("ctc.md", "ctc"),
     ],
 )
 def test_a_page_shows_its_result_file(page, module, monkeypatch):

@@ -28,7 +28,7 @@ from mmdecode.models.ctc_head import CTCHead
 from mmdecode.models.placed import Placed
 
 CPU_ROWS = 4
-"""Default of ``rows`` on a CPU."""
+"""Default of ``rows`` on a CPU, without ``least``."""
 
 
 class CTC(Drafter):
@@ -45,8 +45,9 @@ class CTC(Drafter):
             draft always continues, which suits a head with few errors; with 2 a head with many
             errors drafts less in vain, and `mmdecode.draft.first_of.FirstOf` may draft the rest.
         rows: Most rows of a call that are drafted for. In a call with more, the head does not run
-            and nothing is proposed. ``None``: `CPU_ROWS` on a CPU, where passes over the chains of
-            many rows cost more than they save, and any number elsewhere.
+            and nothing is proposed. ``None``: any number, but on a CPU `CPU_ROWS`, since passes
+            over the chains of many rows cost more there than they save, and none with ``least``,
+            since before Medusa heads it was slower than these alone.
 
     Proposes deterministic chains. Lossless under every exact acceptance rule, whatever the head
     finds. Where the head finds nothing, nothing is drafted. Predicted timestamps are not in the
@@ -147,11 +148,10 @@ class CTC(Drafter):
 
     def begin(self, call: Call, prefill: BranchOutput) -> DraftSession:
         """Runs the head, and opens a session that drafts from its texts and the end token."""
-        if self.rows is None:
-            most = CPU_ROWS if prefill.logits.device.type == "cpu" else call.batch
-        else:
-            most = self.rows
-        if call.batch > most:
+        most = self.rows
+        if most is None and prefill.logits.device.type == "cpu":
+            most = 0 if self.texts_drafter.least else CPU_ROWS
+        if most is not None and call.batch > most:
             return DraftSession(call)
         end = call.request.eos_token_ids[:1].tolist()
         rows = [[*text, *end] for text in self.texts(call)]

@@ -117,6 +117,9 @@ def test_in_a_larger_batch_the_head_is_off():
     assert torch.equal(ids, expected) and not stats.drafted and stats.passes == before
     for count, on in ((CPU_ROWS, True), (CPU_ROWS + 1, False)):
         assert bool(drafted(Known([[1, 2]]), "whisper", batch=count)[1].drafted) == on
+    for more, on in (({}, False), ({"rows": 1}, True)):
+        draft = Known(rows[:1], least=1, **more)
+        assert bool(drafted(draft, "whisper", batch=1)[1].drafted) == on
     with pytest.raises(OptionError, match="rows=-1; expected rows >= 0"):
         Known(rows, rows=-1)
 
@@ -163,7 +166,7 @@ def test_a_wrong_token_costs_one_pass():
     assert len(set(wrong[:10])) == 10, "nothing else matches"
     ids, stats = drafted(Known([wrong]), "whisper", batch=1)
     assert torch.equal(ids, expected) and stats.passes == 2
-    ids, stats = drafted(Known([wrong], least=2), "whisper", batch=1)
+    ids, stats = drafted(Known([wrong], least=2, rows=1), "whisper", batch=1)
     assert torch.equal(ids, expected) and stats.passes == 4, "two tokens have to match first"
 
 
