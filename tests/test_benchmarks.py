@@ -157,6 +157,7 @@ def page_and_result(page, tables, name="tables"):
         ("serve.md", "serve_tables"),
         ("causal.md", "causal"),
         ("ctc.md", "ctc"),
+        ("punctuation.md", "punctuation"),
     ],
 )
 def test_a_page_shows_its_result_file(page, module, monkeypatch):
