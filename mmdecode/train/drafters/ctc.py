@@ -249,7 +249,7 @@ def ctc_losses(
     sizes = torch.tensor([len(row) for row in targets])
     flat = torch.tensor([index + 1 for row in targets for index in row], device=logits.device)
     scores = logits.float().log_softmax(-1)
-    left = scores.new_zeros(scores.shape[:2])
+    left: Tensor | None = None
     if costs is not None:  # the gradient of torch's loss is that of normalised scores only
         left = (scores - costs).logsumexp(-1)
         scores = scores - costs - left[..., None]
@@ -262,11 +262,13 @@ def ctc_losses(
         reduction="none",
         zero_infinity=True,
     )
-    repeats = torch.tensor([sum(map(operator.eq, row, row[1:])) for row in targets])
-    fits = (sizes + repeats).to(frames) <= frames
-    order = torch.arange(left.shape[1], device=left.device)
-    real = (order < frames.to(order)[:, None]) & fits.to(order.device)[:, None]
-    return (losses - (left * real).sum(1)) / sizes.clamp_min(1).to(losses)
+    if left is not None:
+        repeats = torch.tensor([sum(map(operator.eq, row, row[1:])) for row in targets])
+        fits = (sizes + repeats).to(frames) <= frames
+        order = torch.arange(left.shape[1], device=left.device)
+        real = (order < frames.to(order)[:, None]) & fits.to(order.device)[:, None]
+        losses = losses - (left * real).sum(1)
+    return losses / sizes.clamp_min(1).to(losses)
 
 
 def train_head(
