@@ -29,7 +29,7 @@ def refuse_unfinished(path: str) -> None:
     if (Path(path) / "state").is_dir() and not (Path(path) / "config.json").exists():
         raise InputError(
             f"{path} holds the state of a training that is not finished, and no weights yet; run "
-            "the same 'mmdecode train' command again, which continues the training"
+            "the same 'mmdecode train' command again, which continues the training or says why not"
         )
 
 

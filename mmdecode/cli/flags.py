@@ -74,10 +74,17 @@ VOCABULARY = entries("""
     vad: Skip audio without speech; needs the extra vad, or --vad-method ctc.
     vad_method: Detector of speech: silero; ctc, where the model's CTC head finds no text; or
         ctc:head=FOLDER; implies --vad.
+    vad_min_silence_s: Keep shorter silences, in seconds; 2, of a CTC head 0.7.
+    vad_min_speech_s: Ignore speech that is shorter, in seconds; 0.25, of a CTC head 0.
+    vad_pad_s: Audio kept around speech, in seconds; 0.4, of a CTC head 0.15.
+    vad_threshold: Probability from which a frame of audio counts as speech; 0.5, of a CTC head 0.3.
     workers: Number of workers; with --engine ray also MIN:MAX. [default: one per GPU of this
         machine, or two]
 """)
 """Flags and help of options that several commands have."""
+VAD = "--vad or --vad-method"
+VAD_SETTINGS = ("vad_threshold", "vad_min_speech_s", "vad_min_silence_s", "vad_pad_s")
+"""Options that need one of `VAD`."""
 
 
 def documented(command: Command) -> Command:

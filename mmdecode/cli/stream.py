@@ -12,25 +12,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.live import Live
-from rich.text import Text
 
 from mmdecode.cli import flags
 from mmdecode.cli.output import emit_json
+from mmdecode.cli.screen import Screen
 from mmdecode.errors import MMDecodeError, OptionError
-from mmdecode.runs.console import console, out, print_line, warnings_shown, without_other_bars
+from mmdecode.runs.console import console, print_line, warnings_shown, without_other_bars
 
 if TYPE_CHECKING:
     from mmdecode.asr.audio.inputs import AudioInput
     from mmdecode.asr.output.captions import Captions
-    from mmdecode.asr.streaming import Update
     from mmdecode.asr.streaming.feeding import FedStream, Feeder
     from mmdecode.asr.streaming.finisher import Finisher
     from mmdecode.asr.transcriber import Transcriber
     from mmdecode.evaluation.speed.latency import StreamMeter, StreamReport
 
 PANELS = {
-    "Options": "model draft policy step task language vad vad_method word_timestamps device",
+    "Options": "model draft policy step task language word_timestamps device",
+    "Silence": "vad vad_method vad_threshold vad_min_speech_s vad_min_silence_s vad_pad_s",
     "Input": "device_index list_devices real_time",
     "Output": "punctuate fluent out_dir overwrite json",
     "Decoding": "max_new_tokens dtype quantize trust_remote_code",
@@ -53,6 +52,10 @@ def command(
     task: str | None = None,
     vad: bool = False,
     vad_method: str | None = None,
+    vad_threshold: float | None = None,
+    vad_min_speech_s: float | None = None,
+    vad_min_silence_s: float | None = None,
+    vad_pad_s: float | None = None,
     word_timestamps: bool = False,
     language: str | None = None,
     punctuate: Annotated[str | None, typer.Option(metavar="WORDS")] = None,
@@ -118,7 +121,9 @@ def command(
     flags.refuse_without("a file", ["real_time"], context, files)
     # refused before a model is loaded
     policy_of(policy)
-    options = flags.picked(given, "language task word_timestamps max_new_tokens")
+    flags.refuse_without(flags.VAD, flags.VAD_SETTINGS, context, vad or vad_method)
+    names_of_vad = " ".join(flags.VAD_SETTINGS)
+    options = flags.picked(given, "language task word_timestamps max_new_tokens", names_of_vad)
     options["vad"] = vad_method or vad
     make_options(options)
     captioned = _caption_paths(out_dir, names)
@@ -392,83 +397,6 @@ def interrupts() -> Iterator[Callable[[], bool]]:
         yield lambda: asked
     finally:
         restore()
-
-
-class Screen:
-    """Prints committed words as running text, and on a terminal provisional words, dimmed.
-
-    Text of several inputs has the name of its input before it: a sentence per line on a terminal,
-    else the words of an update.
-
-    Args:
-        names: Names of the inputs.
-    """
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._several = len(names) > 1
-        self._lines = dict.fromkeys(names, "")
-        self._open = dict.fromkeys(names, "")
-        self._live = Live(console=out, transient=True, auto_refresh=False)
-
-    def __enter__(self) -> Screen:
-        if out.is_terminal:
-            self._live.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._live.stop()
-        if out.is_terminal:
-            for name in self._lines:
-                self._print(name)
-        elif not self._several:
-            print_line("")
-
-    def _print(self, name: str) -> None:
-        """Prints the line of an input, and begins the next one."""
-        line, self._lines[name] = self._lines[name], ""
-        self._live.update(self._open_lines(), refresh=True)  # drawn again below the line
-        if line:
-            out.print(self._label(name) + line, markup=False, highlight=False)
-
-    def _label(self, name: str) -> str:
-        return f"{name}: " if self._several else ""
-
-    def _open_lines(self) -> Text:
-        """Returns the lines that have not ended, with their provisional words."""
-        parts: list[Any] = []
-        for name, line in self._lines.items():
-            if line or self._open[name]:
-                parts += ["\n" * bool(parts), self._label(name) + line, (self._open[name], "dim")]
-        return Text.assemble(*parts)
-
-    def show(self, name: str, update: Update, ended: bool = False) -> None:
-        """Shows an update.
-
-        Args:
-            name: Name of its input.
-            update: The update.
-            ended: Whether it is the last one of its input.
-        """
-        if not out.is_terminal:
-            self._write(name, update.text)
-            return
-        line = self._lines[name] = (self._lines[name] + update.text).lstrip()
-        self._open[name] = (
-            "".join(update.provisional) if line else ("".join(update.provisional).lstrip())
-        )
-        if ended or line.endswith((".", "?", "!")) or len(line) > out.width:
-            self._print(name)
-        self._live.update(self._open_lines(), refresh=True)
-
-    def _write(self, name: str, text: str) -> None:
-        """Writes committed words to a file or pipe; rich prints whole lines only."""
-        if self._several:
-            if text.strip():
-                print_line(f"{name}: {text.strip()}")
-        else:
-            out.file.write(text if self._lines[name] else text.lstrip())
-            self._lines[name] = self._lines[name] or text
-        out.file.flush()
 
 
 def _row(one: FedStream, report: StreamReport) -> dict[str, Any]:

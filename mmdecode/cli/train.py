@@ -47,8 +47,6 @@ TrainingDtype = Annotated[
     str,
     typer.Option(help="auto, fp32, fp16 or bf16 of the target; trained weights stay in fp32."),
 ]
-COMPARE = "; whether they save time: mmdecode bench asr --draft"
-"""Advice how to find out whether a trained drafter is worth it."""
 ON_CUDA = ("llamagen-scenes", "llamagen-digits", "var-scenes")
 
 app = typer.Typer(cls=Group, help="Train drafters, correctors or zoo models.", add_completion=False)
@@ -129,7 +127,8 @@ def medusa(
     tree = report["expected_tokens_per_pass_tree"]
     return report, (
         f"heads in [bold]{out}[/bold]; held-out tokens per pass: chain "
-        f"{report['expected_tokens_per_pass_chain']}, tree {tree}{COMPARE} medusa:path={out}"
+        f"{report['expected_tokens_per_pass_chain']}, tree {tree}"
+        f"{_comparison(given, 'medusa:path')}"
     )
 
 
@@ -167,8 +166,14 @@ def ctc(
     report = _trained_on_recordings(train_from_manifest, options, given)
     return report, (
         f"head in [bold]{out}[/bold]; word error rate against the model's own held-out "
-        f"transcripts: {report['word_errors']:.1%}{COMPARE} ctc:head={out}"
+        f"transcripts: {report['word_errors']:.1%}{_comparison(given, 'ctc:head')}"
     )
+
+
+def _comparison(given: Mapping[str, Any], draft: str) -> str:
+    """Returns advice how to find out whether a trained drafter is worth it."""
+    command = f"--model {given['model']} --data {given['data']} --draft {draft}={given['out']}"
+    return f"; whether they save time: mmdecode bench asr {command}"
 
 
 def _trained_on_recordings(

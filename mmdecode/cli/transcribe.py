@@ -44,7 +44,6 @@ PANELS = {
     "vad vad_method vad_threshold vad_min_speech_s vad_min_silence_s vad_pad_s",
 }
 """Parameters by section of the help; the first section has the options that most users need."""
-VAD = ("vad_threshold", "vad_min_speech_s", "vad_min_silence_s", "vad_pad_s")
 SUBTITLES = ("max_line_width", "max_line_count", "max_reading_speed")
 
 
@@ -171,11 +170,6 @@ def command(
             previous text either) or cut (the loop is also cut to its first repetition).
         hallucination_silence_threshold: With --word-timestamps: skip probable hallucinations next
             to silences longer than this, in seconds.
-        vad_threshold: Probability from which a frame of audio counts as speech; 0.5, of a CTC head
-            0.3.
-        vad_min_speech_s: Ignore speech that is shorter, in seconds; 0.25, of a CTC head 0.
-        vad_min_silence_s: Keep shorter silences, in seconds; 2, of a CTC head 0.7.
-        vad_pad_s: Audio kept around speech, in seconds; 0.4, of a CTC head 0.15.
         n_best: Length of each window's N-best list, in json; 0: no lists.
         n_best_method: beam (search) or sample.
         mode: sequential, or chunked: decodes a recording's windows in parallel; less accurate.
@@ -209,7 +203,7 @@ def command(
     flags.refuse_without("--correct", ["report"], context, correct is not None)
     if report is not None and report.is_dir():
         raise OptionError(f"--report {report} is a folder; expected the path of a page, as x.html")
-    flags.refuse_without("--vad", VAD, context, vad or vad_method)
+    flags.refuse_without(flags.VAD, flags.VAD_SETTINGS, context, vad or vad_method)
     flags.refuse_without("--n-best", ["n_best_method"], context, n_best)
     flags.refuse_without("--out", ["formats", "resume", "keep_tree", *SUBTITLES], context, out_dir)
     flags.refuse_without("--out or --json", ["n_best"], context, out_dir or json)

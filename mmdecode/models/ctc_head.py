@@ -240,7 +240,7 @@ class CTCHead(SavedDrafter):
         if head is None:
             raise OptionError(
                 f"{user} needs head=..., the folder of a CTC head; none is shipped for "
-                f"{model_id or 'an unnamed model'}: train one by 'mmdecode train ctc --model "
+                f"{model_id or 'this model'}: train one by 'mmdecode train ctc --model "
                 f"{model_id or 'MODEL'} --data RECORDINGS --out FOLDER', and give ctc:head=FOLDER"
             )
         return cls.from_pretrained(head)

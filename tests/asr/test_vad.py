@@ -201,11 +201,18 @@ def test_times_are_carried_back(stretch, was):
     assert TIMELINE.span(*stretch) == pytest.approx(was)
 
 
+@pytest.mark.parametrize(
+    ("window", "was"), [(0.0, 1.0), (1.9, 2.9), (1.995, 10.0), (2.0, 10.0), (2.004, 10.004)]
+)
+def test_a_window_that_begins_at_a_seam_begins_after_the_pause(window, was):
+    assert TIMELINE.window_at(window) == pytest.approx(was)
+
+
 def test_a_whole_recording_keeps_its_times():
     whole = Timeline.whole(5.0)
     assert whole.span(0.1, 4.2) == (0.1, 4.2)
     assert whole.span(4.9, 5.3) == (4.9, 5.3)
-    assert whole.at(0.3) == 0.3
+    assert whole.at(0.3) == whole.window_at(0.3) == 0.3
 
 
 # Options and what is missing

@@ -18,7 +18,8 @@ from rich.console import Console
 from mmdecode.asr.streaming import StreamPool
 from mmdecode.asr.streaming.feeding import Feeder
 from mmdecode.asr.transcriber import Transcriber
-from mmdecode.cli.stream import Progress, Screen, interrupts
+from mmdecode.cli.screen import Screen
+from mmdecode.cli.stream import Progress, interrupts
 from mmdecode.errors import InputError, MissingExtraError, MMDecodeError, OptionError
 from mmdecode.zoo.speech import speech_test
 from tests.asr.test_audio_inputs import Clock, Slow, live
@@ -64,6 +65,21 @@ def microphone(monkeypatch):
     monkeypatch.setattr(library, "InputStream", opened)
     monkeypatch.setitem(sys.modules, "sounddevice", library)
     return library
+
+
+def test_speech_is_found_as_asked(run, loaded, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        Transcriber, "from_pretrained", lambda *_, **more: asked.append(more) or loaded
+    )
+    run("a.ogg", "--vad-method", "ctc", "--vad-threshold", "0.4", "--vad-pad-s", "1.2")
+    [options] = asked
+    assert options["vad"] == "ctc" and options["vad_threshold"] == 0.4
+    assert options["vad_pad_s"] == 1.2 and "vad_min_silence_s" not in options
+    with pytest.raises(OptionError, match="--vad-pad-s does nothing without --vad or --vad-method"):
+        raise run("a.ogg", "--vad-pad-s", "1.2").exception
+    with pytest.raises(OptionError, match="vad_threshold=2"):
+        raise run("a.ogg", "--vad", "--vad-threshold", "2").exception
 
 
 def after_rounds(monkeypatch, count, action):
@@ -166,7 +182,7 @@ def test_a_file_in_real_time_takes_its_time(run, tmp_path):
 
 def shown_on_terminal(monkeypatch, names, updates):
     terminal = Console(file=io.StringIO(), force_terminal=True, width=60)
-    monkeypatch.setattr("mmdecode.cli.stream.out", terminal)
+    monkeypatch.setattr("mmdecode.cli.screen.out", terminal)
     with Screen(names) as screen:
         for name, one, ended in updates:
             screen.show(name, one, ended)

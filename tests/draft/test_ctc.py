@@ -115,13 +115,23 @@ def test_in_a_larger_batch_the_head_is_off():
     assert torch.equal(ids, expected) and stats.drafted and stats.passes < before
     ids, stats = drafted(Known(rows, rows=2), "whisper")
     assert torch.equal(ids, expected) and not stats.drafted and stats.passes == before
-    for count, on in ((CPU_ROWS, True), (CPU_ROWS + 1, False)):
-        assert bool(drafted(Known([[1, 2]]), "whisper", batch=count)[1].drafted) == on
-    for more, on in (({}, False), ({"rows": 1}, True)):
-        draft = Known(rows[:1], least=1, **more)
-        assert bool(drafted(draft, "whisper", batch=1)[1].drafted) == on
+    assert drafted(Known([[1, 2]]), "whisper", batch=CPU_ROWS)[1].drafted
+    assert drafted(Known(rows[:1], least=1, rows=1), "whisper", batch=1)[1].drafted
+
+
+def test_a_head_that_is_off_by_default_says_so_once():
+    draft, count = Known([[1, 2]]), CPU_ROWS + 1
+    with pytest.warns(UserWarning, match=f"off in calls of more than {CPU_ROWS} .*rows={count}"):
+        assert not drafted(draft, "whisper", batch=count)[1].drafted
+    assert not drafted(draft, "whisper", batch=count)[1].drafted  # a second warning is an error
+    _, rows, _ = undrafted("whisper")
+    with pytest.warns(UserWarning, match="off with least, .* rows=1 in its options"):
+        assert not drafted(Known(rows[:1], least=1), "whisper", batch=1)[1].drafted
+
+
+def test_rows_below_zero_are_refused():
     with pytest.raises(OptionError, match="rows=-1; expected rows >= 0"):
-        Known(rows, rows=-1)
+        Known([], rows=-1)
 
 
 def test_in_a_larger_batch_the_second_drafter_proposes_alone():
@@ -272,7 +282,7 @@ def test_a_saved_head_finds_the_same(feed_forward, tmp_path):
 def test_the_error_of_a_model_without_a_head_says_how_to_train_one():
     with pytest.raises(OptionError, match=r"mmdecode train ctc --model zoo:llava-scenes .*head="):
         registry.create("draft", "ctc", model_id="zoo:llava-scenes")
-    with pytest.raises(OptionError, match="unnamed model"):
+    with pytest.raises(OptionError, match="none is shipped for this model"):
         registry.create("draft", "ctc")
 
 

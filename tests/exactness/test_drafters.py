@@ -528,5 +528,5 @@ def test_a_draft_in_a_string_is_given_what_is_at_hand(monkeypatch):
     monkeypatch.setattr(
         registry, "create", lambda kind, spec, **more: given.update(more) or drafts.Random()
     )
-    Adaptive.from_options("any", model_id="name", target="model")
-    assert given == {"model_id": "name", "target": "model"}
+    Adaptive.from_options("any", model_id="name", target="model", tokenizer="words")
+    assert given == {"model_id": "name", "target": "model", "tokenizer": "words"}

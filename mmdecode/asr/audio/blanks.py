@@ -115,7 +115,8 @@ def detector_for(options: TranscribeOptions, recognizer: Recognizer) -> VoiceAct
         return Silero(options) if options.vad else None
     named = str(options.vad).partition("head=")[2] or None
     folder = Path(recognizer.model.name_or_path)
-    name = f"zoo:{folder.name}" if folder.parent == ZOO else f"{folder}"
+    own = None if folder.is_dir() else f"{folder}"  # a folder may be one of the cache
+    name = f"zoo:{folder.name}" if folder.parent == ZOO else own
     head = CTCHead.of_option(named, name, "vad 'ctc'")
     head.refuse_misfit(registry.adapter_for(recognizer.model), "vad 'ctc'")
     return Blanks(options, recognizer, head)

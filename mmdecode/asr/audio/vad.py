@@ -36,6 +36,7 @@ _HYSTERESIS = 0.15  # speech ends when its probability is this much below the th
 _LEAST = 0.01  # but at least below this
 _WORD = 0.2  # seconds; a shorter part of a stretch contains no word
 _NEAR = 1e-6  # seconds from a seam: below the resolution of times, above their rounding errors
+_ROUNDED = 0.01  # seconds before a seam in which no window begins but by rounding
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,11 @@ class Timeline:
     def at(self, seconds: float) -> float:
         """Maps a time in the concatenated stretches to a time in the recording, in seconds."""
         return self._in_recording(seconds, self._stretch(seconds))
+
+    def window_at(self, seconds: float) -> float:
+        """Maps the start of a window, rounded to a frame, as `at` does; a seam begins a stretch."""
+        stretch = self._stretch(seconds + _ROUNDED)
+        return self._in_recording(max(seconds, self.seams[stretch]), stretch)
 
     def _stretch(self, seconds: float) -> int:
         index = bisect.bisect_right(self.seams, seconds) - 1

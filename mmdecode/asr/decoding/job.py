@@ -75,7 +75,7 @@ class Job:
         """Seconds of the recording that are transcribed."""
         if self.speech is None or self.seek >= self.frames:
             return self.timeline.duration_s
-        return self.timeline.at(self.seek * self.frame_s)
+        return self.timeline.window_at(self.seek * self.frame_s)
 
 
 @dataclass(frozen=True)

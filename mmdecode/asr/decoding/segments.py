@@ -107,6 +107,6 @@ class SegmentBuilder:
             avg_logprob=piece.result.avg_logprob,
             no_speech_prob=piece.result.no_speech_prob,
             looped=piece.result.repetitive,
-            window_s=round(self._job.timeline.at(piece.window), 6),
+            window_s=round(self._job.timeline.window_at(piece.window), 6),
             words=words,
         )
