@@ -230,7 +230,7 @@ def run(arguments: argparse.Namespace) -> Path:
         for passes in (1, 10):
             began = time.perf_counter()
             found = [refiner.text(own, threshold, passes) for own in states]
-            name = f"Mask-CTC, below {threshold:g}, {passes} passes"
+            name = f"Mask-CTC, below {threshold:g}, passes: {passes}"
             note(name, written(found), began, steps=steps)
     sizes = {"segmental": segmental, "Mask-CTC": refiner.decoder}
     facts["load_at_end"] = load()

@@ -158,6 +158,7 @@ def page_and_result(page, tables, name="tables"):
         ("causal.md", "causal"),
         ("ctc.md", "ctc"),
         ("punctuation.md", "punctuation"),
+        ("alternatives.md", "alternatives"),
     ],
 )
 def test_a_page_shows_its_result_file(page, module, monkeypatch):

@@ -84,7 +84,7 @@ EXAMPLES = {
         **{kind: functools.partial(table_draft, kind, V) for kind in SEEING},
         "recycling": lambda: Recycling(nodes=6),
         "source": lambda: Source(length=3, ids=[[[0, 1, 2, 3, 0, 2, 1], [0, 2, 1, 3, 3, 1]]]),
-        "ctc": lambda: KnownText([[0, 1, 2, 3, 0, 2, 1]], length=3),
+        "ctc": lambda: KnownText([[0, 1, 2, 3, 0, 2, 1]], length=3, rows=10_000),
         "amateur": lambda: Amateur(2, transform=None, prompt="last_token"),
         "hydra": lambda: hydra_draft(V),
         "kangaroo": lambda: kangaroo_draft(V),
