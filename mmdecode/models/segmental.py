@@ -43,7 +43,7 @@ class SegmentalModel(Protocol):
         """Returns the log-odds that the open segment ends after a frame.
 
         Args:
-            labels: LabelIds before the segment.
+            labels: Labels before the segment.
             begin: First frame of the segment.
             frame: The frame.
         """
@@ -188,7 +188,7 @@ class SegmentalDecoder(nn.Module):
 
         Args:
             states: Encoder states, ``(S, source)``.
-            labels: LabelIds, ``(L,)``.
+            labels: Labels, ``(L,)``.
             stops: Frame after each segment, ``(L,)``, increasing.
         """
         frames = torch.arange(len(states), device=states.device)
