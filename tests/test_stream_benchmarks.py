@@ -99,7 +99,7 @@ def test_marks_are_measured_on_few_paragraphs(measured, monkeypatch):
 def test_alternatives_are_trained_and_measured(measured, espeak, head, tmp_path):
     words = ["--work", str(tmp_path / "work"), "--minutes", "0.02", "--examples", "4"]
     result, _ = measured("alternatives", *words, "--utterances", "12", "--head", head)
-    assert len(result["rows"]) == 8 and result["weights"]["segmental"] > 1e5
+    assert len(result["rows"]) == 9 and result["weights"]["segmental"] > 1e5
 
 
 def test_repairs_of_the_recipe_are_words_repeated():

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from mmdecode.errors import InputError, OptionError
+
 Predict = Callable[[Tensor], Tensor]
 """Maps tokens ``(L,)`` with masks to log-probabilities ``(L, V)``."""
 
@@ -65,7 +67,12 @@ def filled(
         threshold: Tokens with a smaller probability are masked; 0: none.
         passes: Most passes. Each fills the same number of the most confident masks, the last one
             the rest.
+
+    Raises:
+        OptionError: ``passes`` is below 1.
     """
+    if passes < 1:
+        raise OptionError(f"passes={passes}; expected 1 or more, or threshold=0 to fill nothing")
     text = torch.tensor(list(tokens), dtype=torch.long)
     open_ = torch.tensor([chance < threshold for chance in chances], dtype=torch.bool)
     text[open_] = mask
@@ -96,19 +103,22 @@ def aligned_cross_entropy(
         targets: Targets, ``(n,)``.
         blank: Id of the blank.
         penalty: Factor of the cost of a skipped target.
+
+    Raises:
+        InputError: There are no predictions.
     """
+    if not len(log_probs):
+        raise InputError("there are no predictions to align; expected at least one")
     costs = -log_probs[:, targets].T  # (n, m)
     blanks = -log_probs[:, blank]
-    above = torch.cat([blanks.new_zeros(1), blanks.cumsum(0)])  # no target yet
+    total = torch.cat([blanks.new_zeros(1), blanks.cumsum(0)])
+    above = total  # no target yet
     for row in costs:
         # column 0: the target is skipped before the first prediction
-        current = [above[0] + penalty * row[0]]
-        diagonal = above[:-1] + row
-        skipped = above[1:] + penalty * row
-        least = torch.minimum(diagonal, skipped)
-        for j in range(len(row)):
-            current.append(torch.minimum(least[j], current[-1] + blanks[j]))
-        above = torch.stack(current)
+        first = above[:1] + penalty * row[:1]
+        least = torch.minimum(above[:-1] + row, above[1:] + penalty * row)
+        # A[i, j] = min(least[j], A[i, j - 1] + blanks[j]), for all j at once
+        above = total + torch.cat([first, least - total[1:]]).cummin(0).values
     return above[-1]
 
 
@@ -136,9 +146,25 @@ class MaskedDecoder(nn.Module):
             for _ in range(layers)
         )
         self.norm = nn.LayerNorm(width)
+        for table in (self.tokens, self.positions):  # the tokens are the output, too
+            nn.init.normal_(table.weight, std=0.02)
 
     def forward(self, tokens: Sequence[Tensor], states: Sequence[Tensor]) -> Tensor:
-        """Computes logits ``(B, L, V)`` of texts ``(L,)`` with encoder states ``(S, H)`` each."""
+        """Computes logits ``(B, L, V)``; those behind the end of a shorter text have no meaning.
+
+        Args:
+            tokens: Texts with masks, ``(L,)`` each.
+            states: Encoder states of each, ``(S, width)``.
+
+        Raises:
+            InputError: A text is too long.
+        """
+        longest = max(map(len, tokens))
+        if longest > self.positions.num_embeddings:
+            raise InputError(
+                f"a text of {longest} tokens; expected at most {self.positions.num_embeddings}: "
+                "cut the recording"
+            )
         ids, read = pad_sequence([*tokens], True, self.mask), pad_sequence([*states], True)
         order = torch.arange(max(ids.shape[1], read.shape[1]), device=ids.device)
         sizes = [[len(text), len(own)] for text, own in zip(tokens, states, strict=True)]

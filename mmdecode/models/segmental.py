@@ -3,7 +3,7 @@
 The segments of a text's labels follow each other from the start of the audio; what is left after
 the last one is silence. With segment ends t and labels y
 
-    p(y, t | x) = prod_s p(t_s | t_{s-1}, y_{<s}) p(y_s | y_{<s}, x[t_{s-1} .. t_s]) * p(no end).
+    p(y, t | x) = prod_s p(t_s | t_{s-1}, y_{<s}, x) p(y_s | y_{<s}, x[t_{s-1} .. t_s]) * p(no end).
 
 The first factor is the length model, here a product of the probabilities that a segment goes on or
 ends at each of its frames; the last one is that of the frames after the last segment.
@@ -26,6 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mmdecode.errors import InputError, OptionError
+
 LabelIds = tuple[int, ...]
 Key = TypeVar("Key", bound=Hashable)
 
@@ -40,7 +42,7 @@ class SegmentalModel(Protocol):
     frames: int
 
     def end(self, labels: LabelIds, begin: int, frame: int) -> float:
-        """Returns the log-odds that the open segment ends after a frame.
+        """Returns the log-odds that the open segment ends after a frame, from audio until then.
 
         Args:
             labels: Labels before the segment.
@@ -83,7 +85,13 @@ def search(
             of taking the best one.
         scale: Factor of the length model's log-probabilities.
         candidates: Most labels that a segment may end with; ``None``: all.
+
+    Raises:
+        OptionError: ``beam`` or ``candidates`` is below 1.
     """
+    for name, value in (("beam", beam), ("candidates", candidates)):
+        if value is not None and value < 1:
+            raise OptionError(f"{name}={value}; expected 1 or more, or None for all")
     join: Callable[[float, float], float] = _logaddexp if total else max
     # by labels and first frame of the open segment
     active: dict[tuple[LabelIds, int], SegmentalHypothesis] = {
@@ -97,7 +105,8 @@ def search(
             going = path._replace(score=path.score + scale * goes_on)
             _put(found, (labels, begin), going, join)
             chances = model.label(labels, begin, frame + 1)
-            best = chances.topk(min(candidates or len(chances), len(chances)))
+            most = len(chances) if candidates is None else min(candidates, len(chances))
+            best = chances.topk(most)
             for label, chance in zip(best.indices.tolist(), best.values.tolist(), strict=True):
                 score = path.score + scale * ends + chance
                 grown = SegmentalHypothesis((*labels, label), (*path.ends, frame + 1), score)
@@ -160,8 +169,7 @@ class SegmentalDecoder(nn.Module):
 
     def context(self, labels: Tensor) -> Tensor:
         """Returns the network's states before each label and after the last, ``(L + 1, H)``."""
-        first = torch.full_like(labels[:1] if len(labels) else labels.new_zeros(1), -1)
-        ids = torch.cat([first, labels]) % self.embed.num_embeddings
+        ids = F.pad(labels, (1, 0), value=self.embed.num_embeddings - 1)
         found: Tensor = self.network(self.embed(ids)[None])[0][0]
         return found
 
@@ -190,7 +198,16 @@ class SegmentalDecoder(nn.Module):
             states: Encoder states, ``(S, source)``.
             labels: Labels, ``(L,)``.
             stops: Frame after each segment, ``(L,)``, increasing.
+
+        Raises:
+            InputError: The stops do not increase, or lie outside the states.
         """
+        given = stops.tolist()
+        if given != sorted(set(given)) or not all(0 < stop <= len(states) for stop in given):
+            raise InputError(
+                f"stops={given} of {len(states)} states; expected increasing numbers from 1 to "
+                f"{len(states)}"
+            )
         frames = torch.arange(len(states), device=states.device)
         begins = torch.cat([stops.new_zeros(1), stops])
         context = self.context(labels)

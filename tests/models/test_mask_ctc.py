@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from mmdecode.models import mask_ctc
+from mmdecode.errors import InputError, OptionError
 from mmdecode.models.mask_ctc import MaskedDecoder, aligned_cross_entropy, confidences, filled
 
 MASK = 9
@@ -79,10 +79,21 @@ def test_a_text_that_is_shifted_costs_one_skip():
 
 
 def test_gradients_flow_along_the_alignment():
-    log_probs = distributions(4, 4, 0).requires_grad_()
+    high = torch.full((4, 4), -9.0, dtype=torch.double)
+    on_the_path = [(0, 0), (1, 1), (2, 0), (3, 2)]  # blank, 1, blank, 2
+    for j, token in on_the_path:
+        high[j, token] = 0.0
+    log_probs = high.log_softmax(-1).requires_grad_()
     aligned_cross_entropy(log_probs, torch.tensor([1, 2]), 0).backward()
-    assert torch.isfinite(log_probs.grad).all()
-    assert (log_probs.grad != 0).any()
+    expected = torch.zeros_like(high)
+    for j, token in on_the_path:
+        expected[j, token] = -1.0
+    assert torch.equal(log_probs.grad, expected)
+
+
+def test_no_predictions_are_refused():
+    with pytest.raises(InputError, match="no predictions"):
+        aligned_cross_entropy(torch.zeros(0, 4), torch.tensor([1]), 0)
 
 
 def test_confidences_are_the_largest_of_each_run():
@@ -127,7 +138,10 @@ def test_confident_tokens_stay_and_the_most_confident_masks_are_filled_first():
 @pytest.mark.parametrize(("passes", "expected"), [(1, 1), (3, 3), (10, 4)])
 def test_the_number_of_passes(passes, expected):
     guess = Guess()
-    filled([8] * 5, [0.1, 0.1, 0.999, 0.1, 0.1], guess, mask=MASK, passes=passes)
+    found = filled([8] * 5, [0.1, 0.1, 0.999, 0.1, 0.1], guess, mask=MASK, passes=passes)
+    assert MASK not in found
+    with pytest.raises(OptionError, match="passes=0; expected 1 or more"):
+        filled([8], [0.1], guess, mask=MASK, passes=0)
     assert len(guess.shown) == expected
     assert all(MASK in text for text in guess.shown)
 
@@ -141,4 +155,5 @@ def test_padding_changes_no_logits():
     for row in range(2):
         alone = decoder(texts[row : row + 1], states[row : row + 1])[0]
         assert torch.allclose(both[row, : len(alone)], alone, atol=1e-5)
-    assert mask_ctc.MaskedDecoder is MaskedDecoder
+    with pytest.raises(InputError, match="a text of 161 tokens; expected at most 160"):
+        decoder([torch.zeros(161, dtype=torch.long)], states[:1])

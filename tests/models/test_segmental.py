@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from mmdecode.errors import InputError, OptionError
 from mmdecode.models import segmental
 from mmdecode.models.segmental import Recorded, SegmentalDecoder, search
 
@@ -91,10 +92,37 @@ def test_recombining_hypotheses_with_other_ends_is_found(monkeypatch):
             assert path.score == pytest.approx(best, abs=1e-9)
 
 
-def test_a_narrow_beam_is_no_better():
-    for seed in range(5):
-        model = TableModel(seed)
-        assert search(model, beam=2)[0].score <= search(model)[0].score + 1e-9
+def test_a_narrow_beam_keeps_few_and_is_no_better():
+    lost = []
+    for seed in range(8):
+        model = TableModel(seed, labels=3)
+        narrow, every = search(model, beam=2), search(model)
+        assert len(narrow) <= 2
+        lost.append(every[0].score - narrow[0].score)
+    assert min(lost) > -1e-9 and max(lost) > 1e-3
+
+
+def test_a_segment_ends_with_one_of_its_likeliest_labels():
+    model = TableModel(0, labels=3)
+    assert search(model, candidates=3) == search(model)
+    for path in search(model, candidates=1):
+        begins = (0, *path.ends)
+        for index, label in enumerate(path.labels):
+            chances = model.label(path.labels[:index], begins[index], path.ends[index])
+            assert label == int(chances.argmax())
+
+
+@pytest.mark.parametrize("options", [{"beam": 0}, {"candidates": 0}])
+def test_a_search_that_keeps_nothing_is_refused(options):
+    with pytest.raises(OptionError, match="=0; expected 1 or more"):
+        search(TableModel(0), **options)
+
+
+@pytest.mark.parametrize("stops", [[2, 2], [3, 1], [2, 9], [0, 2]])
+def test_segments_outside_the_audio_are_refused(stops):
+    decoder = SegmentalDecoder(vocab=4, source=6, width=8)
+    with pytest.raises(InputError, match="of 6 states; expected increasing numbers from 1 to 6"):
+        decoder.loss(torch.randn(6, 6), torch.tensor([0, 1]), torch.tensor(stops))
 
 
 def test_one_segment_reads_all_frames():
@@ -104,7 +132,9 @@ def test_one_segment_reads_all_frames():
     states = torch.randn(7, 6)
     model = Recorded(decoder, states)
     context = decoder.context(torch.zeros(0, dtype=torch.long))
-    whole = decoder.labels(states, context, torch.ones(1, 7, dtype=torch.bool))[0].log_softmax(-1)
+    query, keys, values = decoder.query(context), decoder.keys(states), decoder.values(states)
+    read = torch.nn.functional.scaled_dot_product_attention(query, keys, values)
+    whole = decoder.output(torch.cat([read, context], -1))[0].log_softmax(-1)
     assert torch.allclose(model.label((), 0, 7), whole, atol=1e-6)
     changed = states.clone()
     changed[4:] += 1.0
