@@ -122,8 +122,11 @@ def command(
     # refused before a model is loaded
     policy_of(policy)
     flags.refuse_without(flags.VAD, flags.VAD_SETTINGS, context, vad or vad_method)
-    names_of_vad = " ".join(flags.VAD_SETTINGS)
-    options = flags.picked(given, "language task word_timestamps max_new_tokens", names_of_vad)
+    options = flags.picked(
+        given,
+        "language task word_timestamps max_new_tokens",
+        later=" ".join(flags.VAD_SETTINGS),
+    )
     options["vad"] = vad_method or vad
     make_options(options)
     captioned = _caption_paths(out_dir, names)

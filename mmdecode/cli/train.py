@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -172,7 +173,8 @@ def ctc(
 
 def _comparison(given: Mapping[str, Any], draft: str) -> str:
     """Returns advice how to find out whether a trained drafter is worth it."""
-    command = f"--model {given['model']} --data {given['data']} --draft {draft}={given['out']}"
+    words = ["--model", given["model"], "--data", str(given["data"])]
+    command = shlex.join([*words, "--draft", f"{draft}={given['out']}"])
     return f"; whether they save time: mmdecode bench asr {command}"
 
 

@@ -75,7 +75,7 @@ class CTC(Drafter):
     ) -> None:
         if rows is not None and rows < 0:
             raise OptionError(f"rows={rows}; expected rows >= 0, where 0 drafts nothing")
-        self.rows, self._reported = rows, False
+        self.rows, self._warned = rows, False
         self.texts_drafter = Source(length, ngram, least=least)
         self.head, self.tokenizer = head.eval(), tokenizer
         self.placed = Placed(self.head)
@@ -147,10 +147,10 @@ class CTC(Drafter):
         text = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
-    def _report_off(self, batch: int, most: int) -> None:
+    def _warn_off(self, batch: int, most: int) -> None:
         """Warns once that nothing is drafted, if nobody asked for that."""
-        if self.rows is None and not self._reported:
-            self._reported = True
+        if self.rows is None and not self._warned:
+            self._warned = True
             where = f"in calls of more than {most} rows" if most else "with least"
             warnings.warn(
                 f"draft ctc is off {where}, since on a CPU it was slower than without; "
@@ -164,7 +164,7 @@ class CTC(Drafter):
         if most is None and prefill.logits.device.type == "cpu":
             most = 0 if self.texts_drafter.least else CPU_ROWS
         if most is not None and call.batch > most:
-            self._report_off(call.batch, most)
+            self._warn_off(call.batch, most)
             return DraftSession(call)
         end = call.request.eos_token_ids[:1].tolist()
         rows = [[*text, *end] for text in self.texts(call)]

@@ -159,13 +159,12 @@ class MaskedDecoder(nn.Module):
         Raises:
             InputError: A text is too long.
         """
-        longest = max(map(len, tokens))
-        if longest > self.positions.num_embeddings:
-            raise InputError(
-                f"a text of {longest} tokens; expected at most {self.positions.num_embeddings}: "
-                "cut the recording"
-            )
         ids, read = pad_sequence([*tokens], True, self.mask), pad_sequence([*states], True)
+        if ids.shape[1] > self.positions.num_embeddings:
+            raise InputError(
+                f"a text of {ids.shape[1]} tokens; expected at most "
+                f"{self.positions.num_embeddings}: cut the recording"
+            )
         order = torch.arange(max(ids.shape[1], read.shape[1]), device=ids.device)
         sizes = [[len(text), len(own)] for text, own in zip(tokens, states, strict=True)]
         lengths = torch.tensor(sizes, device=ids.device)

@@ -281,7 +281,11 @@ def test_a_manifest_may_name_parts_and_languages(run, audio, tmp_path):
 
 def test_options_without_what_they_belong_to_are_refused(run, audio, tmp_path):
     for args, words in [
-        (("--vad-threshold", 0.5), "--vad-threshold does nothing without --vad or --vad-method;"),
+        (
+            ("--vad-threshold", 0.5),
+            "--vad-threshold does nothing without --vad or --vad-method; "
+            "give --vad or --vad-method too",
+        ),
         (("--vad-min-speech-s", 0.5), "--vad-min-speech-s does nothing"),
         (("--vad-min-silence-s", 0.5), "--vad-min-silence-s does nothing"),
         (("--vad-pad-s", 0.5), "--vad-pad-s does nothing"),
