@@ -481,9 +481,9 @@ def claimed(folder: Path, shared: bool = False) -> Iterator[Claim]:
         try:
             yield claim
         finally:
-            made = [folder / name for name in os.listdir(folder) if name not in before]
-            if all(map(_is_note, made)) and (not shared or claim.alone()):
-                for path in made:
+            if claim.held and claim.alone():  # not again, once it was given back
+                made = [folder / name for name in os.listdir(folder) if name not in before]
+                for path in made if all(map(_is_note, made)) else ():
                     _remove(path)
 
 

@@ -72,8 +72,22 @@ class Claim:
         """Lets others join, after the first one has prepared the folder."""
         self.take(PATIENCE_S, share=True)
 
+    @property
+    def held(self) -> bool:
+        """Whether this claim has the lock, alone or shared."""
+        return self._handle >= 0
+
     def alone(self) -> bool:
-        """Takes the lock alone, if no other process shares it; returns whether it did."""
+        """Takes the lock alone, if no other process shares it, else gives it back.
+
+        The last process of several takes it at its end; so one that has given it back may not call
+        this again, which could take it from the last one for a moment.
+
+        Returns:
+            Whether this claim now has it alone.
+        """
+        if self.held and self._only:
+            return True
         with contextlib.suppress(OptionError):
             self.take()
             return True

@@ -89,6 +89,32 @@ def test_one_that_joins_decodes_its_share_alone_and_merges_nothing(whole, tmp_pa
     assert contents(out) == whole
 
 
+def test_one_that_has_given_the_folder_back_does_not_take_it_again(tmp_path, monkeypatch):
+    """The last one, which merges, could find it taken just then, and nobody would merge."""
+    alone, answers = Claim.alone, []
+    monkeypatch.setattr(Claim, "alone", lambda self: answers.append(alone(self)) or answers[-1])
+    with prepared_by_another(tmp_path):
+        answers.clear()
+        shard(tmp_path, 2)
+        assert answers == [False, False]  # when it begins and when it ends
+
+
+@pytest.mark.parametrize("another", [False, True])
+def test_a_shard_that_fails_removes_what_it_made_unless_another_has_the_folder(another, tmp_path):
+    out = tmp_path / "out"
+
+    def fails():
+        if another:  # it comes before this one ends
+            stack.enter_context(claimed(out, shared=True))
+        raise MemoryError
+
+    with contextlib.ExitStack() as stack:
+        with pytest.raises(MemoryError):
+            shard(out, 1, loader=fails)
+        assert out.exists() == another
+        assert not another or (out / "run.json").exists()
+
+
 def test_what_a_shard_ended_over_is_known_to_its_next_process(tmp_path):
     out = tmp_path / "out"
     with prepared_by_another(out) as prepared:
