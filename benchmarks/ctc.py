@@ -3,9 +3,10 @@
     python benchmarks/ctc.py --page docs/ctc.md       # CPU, needs espeak-ng, about 30 minutes
 
 *Head*: word errors of its greedy text. *Draft*: passes and time of drafters, interleaved. *Guide*:
-word errors by weight, on development clips and on the test clips, clean and noisy, and time per
-pass. *Cuts*: an hour of held-out sentences with pauses and generated music between them, as one
-recording, turn by turn and sentence by sentence; memory while it is transcribed.
+word errors by weight, on development clips, on the test clips, clean and noisy, and on recordings
+of twelve sentences, and time per pass. *Cuts*: an hour of held-out sentences with pauses and
+generated music between them, as one recording, turn by turn and sentence by sentence; memory while
+it is transcribed.
 """
 
 from __future__ import annotations
@@ -130,6 +131,16 @@ def an_hour(seconds: float, seed: int) -> tuple[np.ndarray, list[Speech], list[S
     return wave, cut, spoken
 
 
+def joined(seconds: float, seed: int, sentences: int = 12) -> list[Speech]:
+    """Recordings of several windows: sentences with half a second between them."""
+    spoken, found = an_hour(seconds, seed)[2], []
+    for first in range(0, len(spoken) - sentences + 1, sentences):
+        group = spoken[first : first + sentences]
+        wave = np.concatenate([one.wave for one in group])
+        found.append(Speech(wave, " ".join(one.text for one in group)))
+    return found
+
+
 def long_recording(seconds: float, seed: int, head: str) -> Iterable[dict[str, Any]]:
     """Rows of ways to transcribe a long recording."""
     wave, turns, spoken = an_hour(seconds, seed)
@@ -201,10 +212,11 @@ def run(arguments: argparse.Namespace) -> Path:
             Speech(synthesis.add_noise(torch.from_numpy(one.wave), 3.0, noise).numpy(), one.text)
             for one in development
         ]
+        recordings = joined(2400, 33)
         for weight in WEIGHTS:
             guide = CTCScore(head, weight) if weight else None
             way = plain.with_options(Decoder(guide=guide))
-            named = {"development, noisy": noisy, **test}
+            named = {"development, noisy": noisy, **test, "twelve sentences": recordings}
             for name, speech in named.items():
                 way.stats.reset()
                 began = time.perf_counter()

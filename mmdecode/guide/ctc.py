@@ -9,10 +9,12 @@ and a weight w
 
 A token that the head does not have is spelled with its labels, as in the head's training, and
 scored by all of them. Labels and end share the probability that p gives them together. Ids without
-a spelling, such as timestamps, keep their own, and the prefix stays as it is. Only the decoder's
-most likely labels are scored; the others are excluded. A text that goes round in circles, or that
-nobody has spoken, has a small prefix score. A token that does not fit into the frames any more
-leaves the prefix as it is: every further label then has the smallest score, and the end does not.
+a spelling, such as timestamps, keep their own, and the prefix stays as it is. After such an id the
+end keeps its own, too, unlike in the source: a window of Whisper may end after a timestamp, though
+its frames hold the first words of the next one. Only the decoder's most likely labels are scored;
+the others are excluded. A text that goes round in circles, or that nobody has spoken, has a small
+prefix score. A token that does not fit into the frames any more leaves the prefix as it is: every
+further label then has the smallest score, and the end does not.
 
 Scores are computed in float64, by two cumulative sums per label instead of a loop over frames. With
 the sums ``X_t`` of a label's log-probabilities and ``B_t`` of the blank's up to frame t,
@@ -304,15 +306,20 @@ class CTCScore(Guide):
         """Combines both scores; see `mmdecode.engine.contracts.Guide.apply`."""
         logits = outputs["main"].logits
         prefixes = self._at_nodes(constants, call, proposal)
-        return self.mixed(constants, logits, prefixes)
+        root = pad(constants.ids, (1, 0), value=-1).gather(1, call.rows.length[:, None])
+        last = torch.cat([root, proposal.tokens.expand(call.batch, -1)], 1)
+        return self.mixed(constants, logits, prefixes, last)
 
-    def mixed(self, constants: Constants, logits: Tensor, prefixes: Prefixes) -> Tensor:
+    def mixed(
+        self, constants: Constants, logits: Tensor, prefixes: Prefixes, last: Tensor
+    ) -> Tensor:
         """Returns the combined log-probabilities, given the prefixes of root and nodes.
 
         Args:
             constants: Constants of the call.
             logits: Logits of the decoder, ``(B, N + 1, V)``.
             prefixes: Prefixes ``(B, N + 1)``.
+            last: Last id of each, ``(B, N + 1)``; -1: none.
         """
         own = logits.double().log_softmax(-1)
         known = constants.labels[:, 0] > 0
@@ -325,11 +332,15 @@ class CTCScore(Guide):
         scored.scatter_(-1, ids, (1 - self.weight) * best + self.weight * gained)
         ending = (prefixes.ends - prefixes.score).clamp_min(self.floor)[..., None]
         ends = constants.ends
-        scored[..., ends] = (1 - self.weight) * own[..., ends] + self.weight * ending
+        spelled = (last < 0) | known[last.clamp_min(0)]
+        ending = (1 - self.weight) * own[..., ends] + self.weight * ending
+        scored[..., ends] = ending.masked_fill(~spelled[..., None], -torch.inf)
         scored = scored.masked_fill(scored.isnan(), -torch.inf)
-        whole = own.masked_fill(~constants.shared, -torch.inf).logsumexp(-1, keepdim=True)
+        shared = constants.shared.repeat(*last.shape, 1)
+        shared[..., ends] &= spelled[..., None]
+        whole = own.masked_fill(~shared, -torch.inf).logsumexp(-1, keepdim=True)
         scored = scored - scored.logsumexp(-1, keepdim=True) + whole
-        return torch.where(constants.shared, scored, own).to(logits.dtype)
+        return torch.where(shared, scored, own).to(logits.dtype)
 
     def _at_nodes(self, constants: Constants, call: Call, proposal: Proposal) -> Prefixes:
         """Returns the prefixes of root and nodes, ``(B, N + 1)``."""

@@ -134,10 +134,33 @@ def test_a_token_that_the_frames_have_no_room_for_is_left_out(fault, monkeypatch
         labels, nothing = torch.tensor([[1], [2], [0]]), torch.zeros(1, 0).long()
         shared, end = torch.ones(3, dtype=torch.bool), torch.tensor([2])
         constants = Constants(scorer, labels, shared, end, nothing, prefixes)
-        found.append(guide.mixed(constants, torch.zeros(1, 1, 3).double(), prefixes)[0, 0].exp())
+        logits, last = torch.zeros(1, 1, 3).double(), torch.tensor([[1]])
+        found.append(guide.mixed(constants, logits, prefixes, last)[0, 0].exp())
     alone, padded = found
     right = float((alone - padded).abs().max()) < 1e-9 and float(alone[2]) > 0.99
     assert right == (fault is None)
+
+
+@pytest.mark.parametrize("fault", [None, "the end is scored everywhere"])
+def test_after_an_id_without_a_spelling_the_end_keeps_its_probability(fault):
+    """A window of Whisper may end after a timestamp, though its frames hold further words."""
+    scorer = PrefixScorer(frame_probabilities(1, frames=30))
+    labels = torch.tensor([[1], [2], [0], [0]])  # two labels, the end and a timestamp
+    shared = torch.tensor([True, True, True, False])
+    constants = Constants(
+        scorer, labels, shared, torch.tensor([2]), torch.zeros(1, 0).long(), scorer.empty()
+    )
+    own = torch.tensor([0.1, 0.2, 0.4, 0.3]).double()
+    last = torch.tensor([[-1, 0, 1, 3]])
+    if fault:
+        last = torch.zeros_like(last)
+    prefixes = scorer.empty().at(torch.zeros(1, 4).long())
+    guide = CTCScore(random_head(), 0.5)
+    found = guide.mixed(constants, own.log().expand(1, 4, 4), prefixes, last)[0].exp()
+    assert found[:, 3].tolist() == pytest.approx([0.3] * 4)  # as is any timestamp
+    assert found.sum(-1).tolist() == pytest.approx([1.0] * 4)
+    assert max(found[:3, 2].tolist()) < 0.2  # there are words in the frames
+    assert (found[3, 2].item() == pytest.approx(0.4)) == (fault is None)
 
 
 def test_long_recordings_do_not_underflow():
